@@ -168,10 +168,8 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     This is the code of Elias (1974) and Fano (1971). It takes about 2 + log2(length / n) bits for
     each of the n positions. The size depends only on `length` and n.
 
-    The result has two strings of bits, one after another. The first string has the l lowest bits of
-    each position; `_low_bits` returns l. The second string has n + floor((length - 1) / 2^l) bits,
-    and n of them are 1. For each i, bit i + floor(positions[i] / 2^l) of the second string is 1;
-    bits are counted from 0. All other bits of this string are 0.
+    The result has two strings of bits. The first one has the l lowest bits of each position;
+    `_low_bits` returns l. In the second one, bit i + floor(positions[i] / 2^l) is 1 for each i.
     """
     count, low = len(positions), _low_bits(len(positions), length)
     lowest = pack(positions & ((1 << low) - 1), low)

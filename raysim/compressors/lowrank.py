@@ -1,24 +1,22 @@
 """PowerSGD: a product of two thin matrices in place of each matrix.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization" (NeurIPS 2019), Algorithm 1. A message has two matrices for each matrix M
-[n, m] of the model: P [n, r] and Q [m, r], where r is the rank. They are computed with the Q of the
-sender's previous message. M' is the transpose of M:
+Distributed Optimization" (NeurIPS 2019), Algorithm 1. For each matrix M [n, m] of the model, a
+message has the matrices P [n, r] and Q [m, r], where r is the rank:
 
-    P <- orthogonalise(M Q)
-    Q <- M' P
+    P <- orthogonalise(M Q)    with the Q of the sender's previous message
+    Q <- M' P                  M' is the transpose of M
     C(M) = P Q'
 
-Before the first message, Q has normal random numbers, which are the same for all senders. After
-each message, the Q of this message is stored in the sender's state.
+Before the first message, Q has normal random numbers, which are the same for all senders.
 
 Departures from the paper
 - Each client has its own P and Q, and sends both. In the paper the workers average P, and then Q.
 - The paper uses error feedback. To use it, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition, in place of Gram-Schmidt.
 
-A tensor of more than two dimensions is treated as a matrix; its first dimension gives the rows.
-Vectors are sent unchanged. A matrix M is sent unchanged if P and Q together would not be smaller.
+The first dimension of a larger tensor gives the rows of its matrix. Vectors are sent unchanged, and
+so is a matrix if P and Q together would not be smaller.
 """
 
 from __future__ import annotations
@@ -162,11 +160,10 @@ class PowerSGD(Compressor):
 
         values: float32 [layout.trained], the vector to send. Entries that `read` computes are
         undefined at first.
-        layout: the position of each tensor in the vector.
-        kept: the matrices Q from the sender's last message, concatenated to one vector.
-        read: a function that takes a slice of positions and returns the vector's entries there. If
-        `read` computes these entries, `read` must also write them into `values`. `_encode` reads
-        each entry exactly once in this way, before it uses the entry in `values`.
+        kept: the matrices Q of the sender's last message, concatenated.
+        read: a function that takes a slice and returns the vector's entries there. It must also
+        write entries that it computes into `values`. It is called once for each entry, before any
+        other use.
         """
         parts: list[Tensor] = []
         used = 0

@@ -6,20 +6,20 @@ Pedarsani, "FedPAQ: A Communication-Efficient Federated Learning Method with Per
 Quantization" (AISTATS 2020), Example 1; Wen et al., "TernGrad: Ternary Gradients to Reduce
 Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Section 3.3.
 
-The entries of the vector v are divided into buckets: ranges of consecutive entries. A value v_i
-becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels above 0:
+An entry v_i becomes C(v)_i, with a random number u that is uniform in [0, 1):
 
     qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s
     fedpaq    the same as qsgd, with one bucket for all parameters
-    terngrad  C(v)_i = m sign(v_i) [|v_i| > m u]
+    terngrad  C(v)_i = m sign(v_i) if |v_i| > m u, else 0
 
-For qsgd, |v| is the norm of the bucket that contains v_i. For terngrad, m is the largest absolute
-value in the tensor that contains v_i, after clipping. [...] is 1 if the condition is true, else 0.
+s is the number of levels above 0. |v| is the norm of the bucket that contains v_i; a bucket is a
+range of consecutive entries. m is the largest absolute value in the tensor that contains v_i, after
+clipping.
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
-  bits, so that the size is known before the training. The level and the sign of an entry together
-  take 2 bits for s = 1, 3 bits for s = 3, and 4 bits for s = 7.
+  bits. The level and the sign of an entry together take 2 bits for s = 1, 3 bits for s = 3, and 4
+  bits for s = 7.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - In QSGD and TernGrad, v is a gradient. Here v is a client's update or the server's step.
 """
@@ -61,25 +61,21 @@ def _round_randomly(
 
         s + sign(v) floor(s |v| / c + u)
 
-    The random number u in [0, 1) is computed from a 32-bit hash of the key and of the entry's
-    position. The function writes the digits into `digits`. With error feedback, it also overwrites
-    `values` and `buffer`.
+    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position.
 
-    values: float32 [entries], the entries to round. With error feedback, the function replaces them
-    by the sender's next memory. For ef14, this is each entry minus its decoded value. For ef21, it
-    is the old memory plus the decoded values.
+    values: float32 [entries]. With error feedback, the sender's next memory overwrites the entries.
+    For ef14 it is each entry minus its decoded value, for ef21 the old memory plus the decoded
+    values.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets], the scale c of each bucket.
-    levels: the number s of levels above 0.
     key: the low and the high word of the message's random number, uint32 [2].
-    steps: i * `GOLDEN` modulo 2^32 for i = 0, 1, ..., CHUNK - 1, uint32 [CHUNK]. The hash of the
-    i-th entry of a chunk starts from steps[i]; the constant `CHUNK` is the length of a chunk.
-    digits: [entries], an output: the array to fill with the digits.
+    steps: uint32 [CHUNK], with i * `GOLDEN` modulo 2^32 in entry i.
+    digits: [entries], the array to fill with the digits.
     buffer, old_memory: float32 arrays, which depend on the error feedback:
 
         feedback   buffer                                        old_memory
         "none"     empty                                         empty
-        "ef14"     [entries], an output: the decoded values      empty
+        "ef14"     [entries], to fill with the decoded values    empty
         "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
     contraction: float32, the number by which decoded values are multiplied under error feedback.
@@ -131,15 +127,11 @@ def _round_randomly(
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
-    """Decode digits to the values that they stand for.
+    """Decode the digits that `_round_randomly` wrote.
 
-    Let s be the argument `levels`, and c the scale of a bucket. A digit k of this bucket, from 0 to
-    2 s, is decoded to c * (k - s) / s.
-    digits: [entries], the digits that `_round_randomly` wrote.
+    Digit k of a bucket with scale c becomes c * (k - s) / s, where s is `levels`.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    scales: float32 [buckets].
-    levels: the number of levels above 0.
-    out: float32 [entries], the array to fill with the decoded values.
+    out: float32 [entries], the array to fill.
     """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
@@ -183,9 +175,6 @@ def _sum_powers(
 ) -> None:
     """Write the sum, the sum of squares and the largest absolute value of each bucket.
 
-    Each sum is computed as four partial sums, because the CPU can make additions to different sums
-    at the same time.
-    values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     sums: float64 [buckets, 2], the array to fill with the sums and the sums of squares.
     largest: float64 [buckets], the array to fill with the largest absolute values.
@@ -269,14 +258,8 @@ class _Quantizer(Compressor):
     ) -> Exchange:
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The results are the message, the vector that the receiver gets, and the sender's next
-        memory. `Compressor.exchange` has the same results. This function is faster: in one pass it
-        encodes an entry, decodes it, and computes the entry of the sender's next memory.
-        values: [layout.trained], the vector to send, which may be overwritten.
-        memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
-        the memory is 0.
-        key: the number from which the random rounding is computed.
-        kept: not used; it is only for compressors that override `Compressor.keep`.
+        The results are those of `Compressor.exchange`, in one faster pass over the entries.
+        `values` may be overwritten. An empty `memory` stands for zeros, and `kept` is not used.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -292,19 +275,10 @@ class _Quantizer(Compressor):
     ) -> np.ndarray:
         """Encode `values` by random rounding; return the message.
 
-        With error feedback, the function also overwrites `values` and `buffer`.
-        values: float32 [layout.trained], the vector to encode. With error feedback, it contains the
-        sender's next memory afterwards.
-        layout: the position of each tensor in the vector.
+        values: float32 [layout.trained]. With error feedback, the sender's next memory overwrites
+        it.
         key: the number from which the random rounding is computed.
-        buffer, old_memory: float32 tensors, which depend on this compressor's error feedback:
-
-            feedback   buffer                                      old_memory
-            "none"     empty                                       empty
-            "ef14"     [layout.trained], an output: the decoded    empty
-                       values
-            "ef21"     [CHUNK], for intermediate values            [layout.trained], the sender's
-                                                                   old memory
+        buffer, old_memory: as in `_round_randomly`, with layout.trained entries.
         """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)
@@ -339,10 +313,9 @@ class _Quantizer(Compressor):
 class QSGD(_Quantizer):
     """A compressor that rounds entries randomly to multiples of norm / s.
 
-    The norm is that of a bucket of entries, and s is the number of levels.
-    levels: the number s of levels.
-    bucket: the number of consecutive entries in a bucket. None uses one bucket for all entries, as
-    FedPAQ does.
+    The norm is that of a bucket of entries.
+    levels: the number s of levels above 0.
+    bucket: the number of consecutive entries in a bucket. None is one bucket for all, as in FedPAQ.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """

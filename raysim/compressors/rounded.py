@@ -1,20 +1,17 @@
 """Send numbers with fewer bits: as float16, or as int8 or fp8 with a scale for each block.
 
-v is the vector to send, and v_i is its entry i. C(v) is the vector that the receiver decodes, and
-C(v)_i is the entry i of C(v). A block is a group of consecutive entries. s is the scale of the
-block that contains entry i; the maximum is over all entries j of this block:
+Entry v_i of the vector is decoded as
 
-    float16  C(v)_i = the number of 16 bits that is nearest to v_i
-    int8     C(v)_i = s * round(v_i / s), with s = max |v_j| / 127
-    fp8      C(v)_i = s * e4m3(v_i / s), with s = max |v_j| / 448
+    float16  the nearest number of 16 bits; beyond -65504 and 65504, the nearer of these two
+    int8     s * round(v_i / s), with s = max |v_j| / 127
+    fp8      s * e4m3(v_i / s), with s = max |v_j| / 448
 
-For float16, entries above 65504 become 65504, and entries below -65504 become -65504. e4m3(x) is
-the nearest number to x in the format E4M3, which has 8 bits.
+s is the scale of the block of consecutive entries that contains entry i. The maximum is over all
+entries j of this block. e4m3(x) is the number of the 8-bit format E4M3 that is nearest to x.
 
-Sources: for fp8, the format E4M3 of Micikevicius et al., "FP8 Formats for Deep Learning" (2022),
-with a largest value of 448. For blocks with a common scale, Dettmers, Lewis, Shleifer and
-Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). The levels of int8 are
-uniform here.
+Sources: for fp8, Micikevicius et al., "FP8 Formats for Deep Learning" (2022). For blocks with a
+common scale, Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
+Quantization" (ICLR 2022). The levels of int8 are uniform here.
 """
 
 from __future__ import annotations
@@ -111,15 +108,10 @@ class _Partwise(Compressor):
     ) -> Exchange:
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The results are the message, the vector that the receiver gets, and the sender's next
-        memory. They are equal to those of `Compressor.exchange`. For speed, the vector is processed
-        in ranges that fit into the CPU's cache. Each range is finished before the next one begins:
-        it is encoded and decoded, and the next memory is computed for the entries in the range.
-        values: [layout.trained], the vector to send, which may be overwritten.
-        memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
-        the memory is 0.
-        key: not used, because this compressor draws no random numbers.
-        kept: not used; it is only for compressors that override `Compressor.keep`.
+        The results are those of `Compressor.exchange`. For speed, the vector is processed in ranges
+        that fit into the CPU's cache.
+        `values` may be overwritten. An empty `memory` stands for zeros; `key` and `kept` are not
+        used.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -195,15 +187,12 @@ def _encode_blocks(
 ) -> None:
     """Compute the scale of each block, and encode each value divided by this scale.
 
-    The scale is max|v| / `largest`, where max|v| is the largest absolute value of the block.
+    The scale is the largest absolute value of the block, divided by `largest`.
     values: float32 [entries].
-    bits: the same memory as `values`, as int32 [entries].
-    block: the number of entries in a block.
+    bits, scale_bits, quotient_bits: the memory of `values`, `scales` and `quotients`, as int32.
     largest: the largest absolute value of an encoded number, such as 127.
     scales: the array to fill with the scales, float32 [blocks].
-    scale_bits: the same memory as `scales`, as int32 [blocks].
     quotients: working memory, float32 [block].
-    quotient_bits: the same memory as `quotients`, as int32 [block].
     codes: the array to fill, uint8 [entries].
     is_integer: True encodes as integers of 8 bits, False as floats of the format E4M3.
     """
@@ -287,8 +276,7 @@ def _decode_floats(
 class Blocks(_Partwise):
     """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
-    A subclass sets two attributes: `dtype`, the type of the numbers, and `largest`, their largest
-    absolute value.
+    Subclasses set `dtype`, the type of the numbers, and `largest`, their largest absolute value.
     block: the number of entries that share a scale, which is a float of 32 bits.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
@@ -332,14 +320,10 @@ class Blocks(_Partwise):
         return scales[part.start // self.block : -(-part.stop // self.block)]
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Encode the blocks in a part of the vector, and write the result into the message.
+        """Write the scales of a part's blocks, and its entries in 8 bits, into the message.
 
-        Each block gets a scale. Each entry is divided by the scale of its block and rounded to a
-        number of 8 bits.
         values: the entries of the part, float32.
-        part: the positions of the part in the vector.
-        slots: the two arrays of the message to fill, as the method `slots` returned them: the
-        scales, float32 [blocks], and the 8 bits of each entry, uint8 [entries].
+        slots: the arrays of the message: scales, float32 [blocks], and entries, uint8 [entries].
         """
         scales, array = self._scales(part, slots[0]), values.numpy()
         quotients = np.empty(self.block, np.float32)

@@ -5,8 +5,8 @@ A vector v of d entries is decoded as
     C(v) = size * sign(v)           if `size` is a number
     C(v) = (|v|_1 / d) * sign(v)    if size=None
 
-For majority vote, set `size` and compress in both directions. Clients then send signs, and each
-parameter moves by `size` in the direction for which most clients voted.
+For majority vote, set `size` and compress in both directions. Each parameter then moves by `size`
+in the direction for which most clients voted.
 
 Sources: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for
 Non-Convex Problems" (ICML 2018), Algorithm 3. For size=None: Karimireddy, Rebjock, Stich and Jaggi,

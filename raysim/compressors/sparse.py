@@ -10,10 +10,9 @@ Sources: for topk, Aji and Heafield, "Sparse Communication for Distributed Gradi
 topk and randk, Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018).
 
 Choices that the papers leave open
-- k is share * d, rounded up. The k entries are chosen among all parameters together, and not in
-  each layer.
+- k is share * d, rounded up. The k entries are chosen among all parameters together.
 - If entries have equal |v_i|, topk sends those with the lowest positions.
-- A message of randk has a seed of 64 bits, from which the positions are drawn.
+- A message of randk has a seed of 64 bits in place of positions.
 """
 
 from __future__ import annotations
@@ -47,18 +46,15 @@ def _collect(
     positions: np.ndarray,
     entries: np.ndarray,
 ) -> int:
-    """Collect the large entries of the difference `values - memory`; return their number.
+    """Collect the entries of `values - memory` with an absolute value of at least `threshold`.
 
-    An entry is large if its absolute value is at least `threshold`. Return len(positions) + 1 if
-    there may be more large entries than fit into `positions`.
+    Return their number, or len(positions) + 1 if they may not fit into `positions`.
     values: float32 [d], finite.
     memory: float32 [d], finite; an empty array stands for zeros.
-    threshold: the smallest absolute value of a large entry.
     flags: an array for intermediate values, uint8 [CHUNK].
-    words: the same bytes as `flags`, viewed as uint64. An entry has 8 flags.
-    positions: the array to fill with the positions of the large entries, in ascending order.
-    entries: the array to fill with the large entries of the difference, float32, as long as
-    `positions`.
+    words: the same bytes as `flags`, viewed as uint64.
+    positions: the array to fill with the positions of the entries, in ascending order.
+    entries: float32, as long as `positions`: the array to fill with the entries.
     """
     # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
     # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
@@ -134,17 +130,11 @@ def _candidates(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Find candidates for the largest absolute values in the difference `values - memory`.
 
-    Return two arrays: the ascending positions of the candidates in the difference, and the values
-    of the difference at these positions. The candidates include the `count` entries with the
-    largest absolute values. A sample of the entries gives a threshold. Every entry whose absolute
-    value is at least the threshold is a candidate.
-    Return None in these cases:
-    - The vector has at most `SMALL` entries.
-    - `count` is at least a quarter of the number of entries.
-    - The threshold selects too many entries, or fewer than `count`.
+    Return their ascending positions and their values in the difference. They include the `count`
+    entries with the largest absolute values. Return None if there are too few entries for a search
+    by a sample, if `count` is at least a quarter of them, or if the sample gives no good threshold.
 
     values: float32 [d], finite.
-    count: the number of largest entries that must be candidates.
     memory: float32 [d], finite; an empty array stands for zeros.
     """
     length = len(values)
@@ -222,16 +212,9 @@ class _Sparse(Compressor):
     ) -> Exchange:
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The results are the message, the vector that the receiver gets, and the sender's next
-        memory. `Compressor.exchange` has the same results. This function is faster, because it
-        decodes only the k entries of the message. For ef14, the next memory is `values` + `memory`,
-        minus the decoded entries at the k positions. For ef21, it is `memory`, plus the decoded
-        entries at the k positions.
-        values: [layout.trained], the vector to send, which may be overwritten.
-        memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
-        the memory is 0.
-        key: a random number below 2^63.
-        kept: not used; it is only for compressors that override `Compressor.keep`.
+        The results are those of `Compressor.exchange`. This function is faster, because it decodes
+        only the k entries of the message.
+        `values` may be overwritten. An empty `memory` stands for zeros, and `kept` is not used.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)

@@ -7,10 +7,9 @@
     def test_part_passes_all_checks(check):
         check()
 
-`checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a
-selection, a topology, a fleet, a compressor or an observer. Most checks make a few tiny runs in
-this process, which take a fraction of a second each. A check raises an error if the part fails:
-AssertionError, or the error that stopped a run. raysim's own parts pass the same checks.
+`checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a selection,
+a topology, a fleet, a compressor or an observer. A check makes a few tiny runs in this process. It
+raises AssertionError if the part fails, or the error that stopped a run.
 """
 
 from __future__ import annotations

@@ -52,10 +52,9 @@ def check_workers(
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
     """Check that writing a checkpoint and resuming from it do not change a run's results.
 
-    A run of five rounds is executed without checkpoints, then with a checkpoint after round 3, and
-    then resumed from this checkpoint. All three must be bit-identical and have the same history.
+    Three runs of five rounds must be bit-identical and have the same history: without checkpoints,
+    with a checkpoint after round 3, and resumed from this checkpoint.
     make: function that returns the run. Each call makes new method objects.
-    schedule: the schedule of the run.
     fleet: the fleet of the run; None uses `Lognormal`.
     """
     straight = run(make(), schedule, fleet, rounds=5)
@@ -73,12 +72,10 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 
 
 def check_recorded(make: Make, **settings: Any) -> None:
-    """Check that a run has the same results with and without recorded steps.
+    """Check that a run has the same results with and without recorded steps, up to rounding.
 
-    A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays.
     Without a GPU, the replay is simulated. The check fails if code of the step reads the value of a
-    tensor, as `.item()` does. Differences by rounding errors of float64 are allowed. The recorded
-    steps train three clients at once. The check passes if raysim refuses this for the run.
+    tensor, as `.item()` does. It passes if raysim refuses to train several clients at once.
     make: function that returns the run, in float64. Each call makes new method objects.
     settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
     """

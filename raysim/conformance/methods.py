@@ -109,13 +109,11 @@ def check_declarations(make: Make) -> None:
 class WatchedRun:
     """A finished run with the content of all its messages.
 
-    run: the run.
     spy: the runtime of the run, which has stored the messages.
     uploads: the names of the tensors that clients send next to the update.
     personal: the names of the networks' tensors that stay on the clients.
-    secrets: client states that no message may contain, as pairs of name and bytes. Short or uniform
-    states are left out, because a message may contain the same bytes by chance. States that are
-    equal to an upload or to most of an update are left out, too.
+    secrets: client states that no message may contain, as pairs of name and bytes. States are left
+    out if they are short or uniform, or equal to an upload or to most of an update.
     """
 
     run: FinishedRun
@@ -213,10 +211,8 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the field that contains one of the secrets, such as "`report`".
 
-    The fields of each update are searched, and the field `sums` of the message. Return "a part" if
-    no searched field contains a whole secret. The secret is then elsewhere in the message.
-    result: a worker's message with the updates of several jobs.
-    secrets: the bytes of client states that must not be sent, but that the message contains.
+    Return "a part" if neither an update nor the field `sums` contains a whole secret.
+    secrets: the bytes of client states that the message contains and must not contain.
     """
     parts = [
         vars(answer) if isinstance(answer, Failure) else answer._asdict()

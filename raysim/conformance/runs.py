@@ -136,12 +136,8 @@ NODE_BYTES = re.compile(r"node_\d+_(in|out)_bytes")
 class FinishedRun:
     """A finished run, with its coordinator, events and history.
 
-    coordinator: the coordinator after the run.
-    finished: the last event of the run, with its checksums and the jobs that were still in flight.
-    rows: the rows of the history.
-    failures: the jobs that ended with an error.
-    jobs: the records of all jobs that ended, in one list: those of the first round come first.
-    aggregations: all aggregations, as they were planned.
+    finished: the last event of the run, with the checksums and the jobs that were still in flight.
+    jobs: the records of all jobs that ended, from the first round to the last one.
     """
 
     coordinator: Coordinator
@@ -218,12 +214,10 @@ def coordinate(
 ) -> Coordinator:
     """Return a coordinator of a run in this process.
 
-    spec: the run.
-    schedule: the schedule of the run.
     fleet: the fleet of the run; None uses `Lognormal`.
     runtime: the runtime; None uses one worker in this process.
-    folder: the folder for checkpoints; "" for a run that writes none.
-    resume: the folder of the checkpoint to continue from; "" for a new run.
+    folder: the folder for checkpoints; "" writes none.
+    resume: the folder of the checkpoint to continue from; "" starts a new run.
     settings: settings to change in `spec`, such as rounds=3; `with_settings` lists them.
     """
     spec = with_settings(spec, **settings)
@@ -265,9 +259,8 @@ def run(
 
 
 class Spy(InProcess):
-    """A runtime with one worker, which records the jobs, results and states that it transports.
+    """A runtime with one worker in this process, which records what it transports.
 
-    The worker is in the current process. The records are attributes:
     sent: each dispatched job, with the version from which it starts.
     trained: the results of training.
     states: the client states that the worker returned.

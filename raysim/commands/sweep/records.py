@@ -47,13 +47,11 @@ ENDED = ("done", "stopped")  # the scheduler stops a trial if other trials are b
 class TrialRecord:
     """One trial of a sweep.
 
-    number: the number of the trial, from 0.
     point: the values of the searched keys.
     status: "running", "done", "stopped" (by the scheduler) or "failed".
-    rows: for each round, the row of the history, with means over the seeds.
-    seconds: the wall seconds of all rounds; the start of the trial is not counted.
-    error: why the trial failed, or "".
-    score: the last value of the column by which trials are compared; None if it has no value.
+    rows: the rows of the history by round, with means over the seeds.
+    seconds: wall seconds of all rounds, without the start of the trial.
+    score: the last value of the sweep's metric; None if it has no value.
     deviation: the standard deviation of the score over the seeds; None with one seed.
     """
 
@@ -79,16 +77,11 @@ class TrialRecord:
 class TrialRecords:
     """All trials of a sweep.
 
-    plan: the sweep.
-    folder: the sweep's folder.
-    metric: the column of the history by which trials are compared.
-    total: the number of trials that the sweep will have.
-    say: function that gets lines for the user.
-    tracked: True if the trials are tracked in MLflow.
-    uri: MLflow's server, to which each row is sent at once; "" if `raysim ui` sends the rows later.
+    say: function that prints a line for the user.
+    uri: MLflow's server, which gets each row at once; "" leaves the sending to `raysim ui`.
 
-    The attribute `deadline` is the end of the sweep's time limit, as a value of time.monotonic().
-    The attribute `most_running` is the largest number of trials that ran at once in this session.
+    deadline: the end of the sweep's time limit, as a value of time.monotonic().
+    most_running: the largest number of trials that ran at once in this session.
     """
 
     def __init__(
@@ -213,14 +206,9 @@ class TrialRecords:
     ) -> None:
         """Add rows to a trial's history; they replace all stored rows from their first round on.
 
-        There are rows to replace if the trial was started again, or if population-based training
-        has moved it back to the checkpoint of a better trial.
-
-        number: the trial's number.
         point: the values of the searched keys, which population-based training may have changed.
-        rows: the rows to add, one for each round since the trial's last report. Their values are
-        means over the seeds.
-        seconds: the wall seconds that these rounds took.
+        rows: a row for each round since the trial's last report, with means over the seeds.
+        seconds: the wall seconds of these rounds.
         is_done: True if the rows contain the trial's last round.
         """
         record = self.all[number]

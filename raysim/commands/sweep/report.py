@@ -326,11 +326,9 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
     """Draw the trials of a sweep as lines in a diagram of parallel coordinates.
 
-    The diagram has a vertical axis for each searched key, and a last axis for the score. The line
-    of a trial connects the trial's values on these axes. Trials without a finite score have no
-    line. The line of the best trial is thick. Trials that the scheduler stopped have grey lines.
-    path: the file to write, or a buffer that gets the picture.
-    dark: True draws the picture for a dark page.
+    Each searched key has a vertical axis, and the score has the last one. Trials without a finite
+    score have no line. The best trial has a thick line, and trials that the scheduler stopped have
+    grey ones.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize

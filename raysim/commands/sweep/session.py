@@ -62,12 +62,11 @@ def sweep(
         result.get_best_result().config, result.get_best_result().metrics
 
     overrides: the overrides of `raysim sweep`, in one text or a list.
-    quiet: print nothing.
     allow: the packages whose classes and options the sweep may use.
     console: where to print; None takes the standard output.
 
-    Raise `RefusedError` if the sweep is impossible (its folder is not written then), and
-    `Interrupted` if the user stops it.
+    Raise `RefusedError` if the sweep is impossible, before its folder is written. Raise
+    `Interrupted` if the user stops the sweep.
     """
     from rich.console import Console
 
@@ -133,12 +132,9 @@ def _trial_capacity(
 ) -> tuple[dict[str, float], int]:
     """Return the resources that a worker reserves, and the number of trials that fit at once.
 
-    With sweep.workers=0 a trial has no workers, and the resources are those that a trial reserves.
-    If nothing is reserved, the number is sweep.concurrent, or else the CPUs of this machine.
-    options, runtime: the settings sweep.* and runtime.*.
-    device: the device of the training, "cpu" or "cuda".
-    threads: the CPU threads of a worker.
-    Raise `ValueError` if the cluster is too small for a single trial.
+    With sweep.workers=0, these are the resources of a trial, which has no workers. If nothing is
+    reserved, the number is sweep.concurrent, or else the CPUs of this machine.
+    Raise `ValueError` if the cluster is too small for one trial.
     """
     resources = worker_resources(runtime, device, threads)
     nodes = cluster.node_resources()
@@ -215,15 +211,11 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> RankingMode:
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    plan: the sweep.
-    folder: the sweep's folder.
-    experiments: a few runs of the sweep, which `_build_samples` built before the search. Building
-    them showed that the searched values are possible.
-    resources: the resources that a worker reserves; with sweep.workers=0, those that a trial
-    reserves.
+    experiments: a few runs of the sweep, which were built to check that the searched values are
+    possible.
+    resources: the resources that a worker reserves, or with sweep.workers=0 those of a trial.
     capacity: the number of trials that fit on the cluster at once.
-    console: where to print.
-    quiet: True prints no line that shows the state of the trials.
+    quiet: True prints no line about the state of the trials.
     """
 
     plan: SweepPlan

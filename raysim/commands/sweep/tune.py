@@ -62,16 +62,11 @@ ENVIRONMENT = {  # options that Tune reads only from environment variables
 class TrialTask:
     """The settings that all trials of a sweep share.
 
-    folder: the sweep's folder.
-    metric: the column of the history by which trials are compared.
-    device: the device of the workers.
-    resources: the resources that one worker reserves; with sweep.workers=0, those that the process
-    of a trial reserves.
+    resources: the resources that a worker reserves, or with sweep.workers=0 the process of a trial.
     allow: packages whose classes and options the configurations may use.
-    packages: names of packages whose installed files must be the same in all processes.
-    driver: the versions, code and hardware of the process that runs the sweep.
-    mixed: `runtime.mixed`; False requires that trials have the versions, code and hardware of
-    `driver`, on which the bits of results may depend.
+    packages: packages whose installed files must be the same in all processes.
+    driver: the identity of the process that runs the sweep.
+    mixed: `runtime.mixed`; False requires the identity `driver` of all trials.
     """
 
     folder: str
@@ -123,13 +118,10 @@ class SweepTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Train the trial until its next measurement; return a report for Tune and the sweep.
 
-        The report has the round, the metric, the new rows of the history, and the wall seconds.
-        "done" is True if the trial has ended. A failed trial reports its error and the worst
-        possible metric.
-
-        In a continued sweep, trials that had ended before the continuation are started again, too.
-        Such a trial trains nothing: each call of `step` returns the trial's next stored
-        measurement, with the keys round, metric and "done".
+        The report has the round, the metric, the history's new rows and the wall seconds. A failed
+        trial reports its error and the worst possible metric.
+        In a continued sweep, a trial that had ended before trains nothing. Each call returns a
+        stored measurement: the round, the metric and "done".
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
@@ -265,12 +257,7 @@ def _print_nothing(text: str) -> None:
 class Listener(tune.Callback):
     """A Tune callback that passes Tune's reports on trials to the records.
 
-    Tune calls the functions on_trial_... of this class. They use only two of their arguments:
-    `trial` is Tune's object for the trial, and `result` is the trial's report.
-    records: the records of the sweep's trials.
-    status: the line on the terminal that shows the state of the trials.
-    ray_messages: the path of the file with Ray's messages; None if there is no such file. The path
-    is printed if a trial loses a process.
+    ray_messages: the file with Ray's messages; its path is printed if a trial loses a process.
     """
 
     def __init__(self, records: TrialRecords, status: StatusLine, ray_messages: Path | None = None):
@@ -333,11 +320,8 @@ def trial_task(
 ) -> TrialTask:
     """Return the settings that the processes of all trials need.
 
-    records: the trials of the sweep, with its folder and its metric.
-    experiment: the objects that raysim built from the configuration of one run of the sweep. They
-    give the device and the packages, which are the same for all runs.
-    resources: the resources that one worker reserves; with sweep.workers=0, those that the process
-    of a trial reserves.
+    experiment: one run of the sweep, as raysim built it. Its device and packages hold for all runs.
+    resources: the resources that a worker reserves, or with sweep.workers=0 the process of a trial.
     allow: packages whose classes and options the configurations may use.
     """
     spec = experiment.spec
@@ -523,13 +507,9 @@ def search(
 ) -> None:
     """Execute all trials with Tune, and wait for their end.
 
-    records: the trials; every report of a trial is recorded in this object.
     points: the settings of a grid or a random search; empty with Optuna, which finds them itself.
-    rounds: the number of rounds of the longest run; the scheduler ASHA must know it.
-    task: the settings that all trials share.
-    status: the line on the terminal that shows the state of the trials.
-    ray_messages: the file with Ray's messages; its path is printed if a trial loses a process. None
-    if there is no such file.
+    rounds: the number of rounds of the longest run, for the scheduler ASHA.
+    ray_messages: the file with Ray's messages; its path is printed if a trial loses a process.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)

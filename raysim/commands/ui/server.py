@@ -38,14 +38,10 @@ UPDATE_INTERVAL_S = 5.0  # between two updates of the runs in progress
 def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
     """Show the charts of stored runs in MLflow; return 0.
 
-    For a folder, start an MLflow server on this machine, which runs until Ctrl-C. For the address
-    of a running MLflow server, only open its page.
-    folder_or_address: a folder that contains runs, or the address of an MLflow server, which begins
-    with http:// or https://.
-    port: the port of the server on this machine; not used for an address.
-    opens_browser: True opens the page in the browser; False only prints its address.
-    Raise `RefusedError` if there is nothing to show, if the port is taken, or if the server does
-    not start.
+    folder_or_address: a folder that contains runs, or the http address of a running MLflow server.
+    For a folder, an MLflow server starts on this machine and runs until Ctrl-C.
+    opens_browser: False only prints the address of the page.
+    Raise `RefusedError` if there is nothing to show or the server cannot start.
     """
     set_mlflow_environment()
     if folder_or_address.startswith(("http://", "https://")):
