@@ -1,9 +1,7 @@
 """Train K clients at the same time in lanes; a lane trains one client after another.
 
-`batched_lanes.py` computes one matrix product for all lanes. `recorded_lanes.py` records a training
-step once and replays it.
-
-For a given number of lanes, a client's result does not depend on the clients in the other lanes.
+Subclasses compute one matrix product for all lanes, or replay recorded steps. For a given number of
+lanes, a client's result does not depend on the clients in the other lanes.
 """
 
 from __future__ import annotations
@@ -32,9 +30,8 @@ class Lane:
     """One of the K lanes of a worker: a vector, and the job that trains in it.
 
     row: the lane's number, and its row in tensors that contain all lanes.
-    storage: the lane's parameters and buffers.
-    position: the job's index in the list of jobs to train.
-    running: the lane's job; None if it has none.
+    position: the index of the job in the list of jobs to train.
+    running: None if the lane has no job.
     batch: the next batch; None if the job is finished.
     step: the number of steps that the job has made.
     """

@@ -18,14 +18,13 @@ PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Measure a client's model just after its training, and the model that the client received.
+    """Measure the model that a client has just trained, and the one that it received.
 
-    The accuracy is that of the trained model on all of `rows`. Features of both models and the
-    trained model's class probabilities are stored for about `PROBE_FEATURES` samples. They have
-    equally many samples of each class.
+    The accuracy of the trained model is over all `rows`. Features of both models and probabilities
+    of the trained model are of about `PROBE_FEATURES` rows, equally many of each class.
 
-    trainer: the trainer, whose vector contains the trained model.
-    rows: the samples of the central test set to score, as rows of the data set.
+    trainer: its vector contains the trained model.
+    rows: samples of the central test set, as rows of the data set.
     score_batch: the number of rows that are scored at once.
     """
     trainer.set_training(False)

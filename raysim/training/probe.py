@@ -64,11 +64,11 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean cosine between a row of a seen class and a row of an unseen class.
 
-    The mean is over all such pairs; None if there are none. A row of zeros has the cosine 0. Figure
-    2 of the FedBR paper shows this measure.
-    features: [rows, features], the features of the local model.
+    None means that there is no such pair. A row of zeros has the cosine 0. Figure 2 of the FedBR
+    paper shows this measure.
+    features: [rows, features], from the local model.
     labels: [rows], the true classes.
-    seen: bool [classes], True for a class in the client's training data.
+    seen: bool [classes], True for classes in the client's training data.
     """
     features = np.asarray(features, np.float64)
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -95,24 +95,24 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 
 
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the sum of the probabilities of the seen classes, averaged over the unseen rows.
+    """Return the probability of all seen classes together, averaged over rows of unseen classes.
 
-    An unseen row has a true class that is not seen. None means that there are none.
+    None means that there are no such rows.
     probabilities: [rows, classes], the outputs of the local model after softmax.
     labels: [rows], the true classes.
-    seen: bool [classes], True for a class in the client's training data.
+    seen: bool [classes], True for classes in the client's training data.
     """
     output = output_distribution(probabilities, labels, seen)
     return None if output is None else float(output[seen].sum())
 
 
 def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floats | None:
-    """Return the mean probability of each class [C] over unseen rows; None if there are none.
+    """Return the mean probability of each class [C] over rows of unseen classes (Figure 3).
 
-    Figure 3 of the FedBR paper shows this mean. An unseen row has a true class that is not seen.
+    None means that there are no such rows.
     probabilities: [rows, classes], the outputs of the local model after softmax.
     labels: [rows], the true classes.
-    seen: bool [classes], True for a class in the client's training data.
+    seen: bool [classes], True for classes in the client's training data.
     """
     rows = ~seen[labels]
     if not rows.any():
@@ -139,12 +139,9 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     """Return columns of a history row: means of the probes' measures over all probed clients.
 
-    A client's weight in a mean follows from u and s, its numbers of probed samples of unseen and of
-    seen classes:
-    - u for "unseen_probability" and "seen_share".
-    - u * s for "feature_likeness".
-    - u + s for other columns.
-    "local_accuracy_worst" is the lowest accuracy of a client. A column is None if no client has a
+    Let a client have u probed samples of unseen classes and s of seen classes. The client's weight
+    is u for "unseen_probability" and "seen_share", u * s for "feature_likeness", and else u + s.
+    "local_accuracy_worst" is the lowest accuracy of a client. None means that no client has a
     value.
     """
     accuracies = [probe.accuracy for probe in probes]

@@ -37,9 +37,9 @@ class WorkerTrack:
 def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.device) -> Spans:
     """Time Python functions of several objects from now on; return the recorder of the times.
 
-    On a GPU, the time of a function includes the wait until the GPU has finished its work.
     parts: pairs (object, kinds). `kinds` maps a function's name to the type of work for which its
     time counts. Names that the object does not have are ignored.
+    device: on a GPU, times include the wait until the GPU has finished.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spans = Spans(whole=("evaluation",), settle=settle)

@@ -11,11 +11,10 @@ PARTS = ("body", "head", "adapters")
 
 
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
-    """Return for each parameter the factor by which its learning rate is multiplied.
+    """Return each parameter's factor on the learning rate; 1 for parameters that are in no part.
 
-    The factor is 1 for parameters that are in no part. If a parameter is in several parts, the part
-    with the longest module name counts, else "adapters", else "head".
-
+    If a parameter is in several parts, the part with the longest module name counts, else
+    "adapters", else "head".
     rates: the factor of each part: "head", "body", "adapters", or a module's full name.
     """
     names = [name for name in PARTS if name in rates]

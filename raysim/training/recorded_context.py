@@ -1,7 +1,7 @@
 """Give hooks the context of a job in a recorded step, and note which values they read.
 
-Before a replay, each tensor that the step reads gets the values of the current client. Python
-values cannot be replaced: a recording is replayed only for steps with equal Python values.
+A replay gets the current client's tensors, but the Python values of the recording. So a recording
+is replayed only for steps with equal Python values.
 """
 
 from __future__ import annotations
@@ -133,14 +133,13 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     """Return all tensors of a lane's client that a step may read, by table name and key.
 
     - "state": the client state.
-    - "kept": the tensors that methods keep until the end of the job (`LocalJob.scratch`).
-    - "download": the tensors that methods on the server sent to the client.
+    - "kept": what methods keep until the end of the job (`LocalJob.scratch`).
+    - "download": what methods on the server sent to the client.
     - "draws": the random tensors of the next step.
-    - `VECTORS`: "received" and "received_counters" are the parameters and integer buffers that the
-      server sent. "base" is the shared vector from which training starts. "start" is "base" and the
-      personal parameters; it is missing if there are none.
+    - `VECTORS`: "received" and "received_counters" came from the server. "base" is the shared
+      vector from which training starts. "start" adds the personal parameters, if there are any.
 
-    In other tables than `VECTORS`, a key is "method.name".
+    In all tables but `VECTORS`, a key is "method.name".
     """
     ctx = lane.ctx
     vectors = {
@@ -183,13 +182,13 @@ class Sizes:
 class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
-    ctx: the job's context in ordinary steps, from which this context takes its values.
+    ctx: the context in ordinary steps, from which this context takes its values.
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
-    reads: the object to which the names of read tensors and Python values are added.
+    reads: gets the names of all values that are read.
     frozen_vector: returns the vector of a frozen copy of the networks, by the copy's name.
-    iteration: closed by the caller at the end of the step, so that frozen copies get their earlier
-    tensors back.
+    iteration: a stack that the caller closes at the end of the step, which resets the frozen
+    copies.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")

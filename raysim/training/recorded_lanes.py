@@ -1,14 +1,11 @@
 """Record training steps as CUDA graphs, and replay them.
 
-Two steps are of the same kind if one recording fits both. Their stages, batch sizes and train or
-eval modes are equal. So are the shapes and dtypes of the tensors that they read, and the Python
-values that they read.
+Two steps are of the same kind if one recording fits both: stages, batch size, modes, Python values,
+and the shapes and dtypes of read tensors are equal.
 
 If the next steps of all lanes are of the same kind, one recording contains a step of every lane.
-Otherwise each step has a separate recording.
-
-The first step of a kind is computed without a recording. Libraries then choose kernels, and the
-step shows which values it reads.
+Otherwise each step has a separate recording. The first step of a kind is not recorded. It lets
+libraries choose kernels, and shows which values are read.
 """
 
 from __future__ import annotations
@@ -238,8 +235,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Compute a training step of a lane; return its task loss and the tensors that hooks set.
 
         The loss is None if no stage has the task loss. A tensor's key is ("state" or "kept",
-        "method.name"): a tensor of the client state, or one that a method keeps until the job's
-        end.
+        "method.name"), for the client state or `LocalJob.scratch`.
 
         tables: the tensors that the step may read, as `tables_of` returns them.
         rate: the learning rate, a scalar tensor.

@@ -67,11 +67,9 @@ class Checkpoint:
 class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
-    tolerate: the largest share of an aggregation's jobs that may fail. If more fail, the run stops.
-    norm: the largest norm of an update; a job with a larger one has failed. None allows any finite
-    norm.
-    timeout: seconds after which a worker that does not answer a call is replaced; None waits
-    forever.
+    tolerate: the largest share of an aggregation's jobs that may fail; the run stops above it.
+    norm: the largest norm of an update; None allows any finite norm.
+    timeout: seconds after which a worker that does not answer is replaced; None waits forever.
     node_timeout: seconds after which a node that does not answer counts as lost. Other workers then
     get its jobs. None waits until Ray declares the node dead.
     """
@@ -96,7 +94,7 @@ class StateBudget:
     """The limits of memory for client states and for replicas.
 
     Above a limit, the least recently used states are moved: from CPU memory to disk, or from a GPU
-    to CPU memory. Replicas that have not changed for the longest time are moved to disk.
+    to CPU memory.
 
     budget: GiB of client states in CPU memory, and as many GiB of replicas; None means no limit.
     States of jobs that have not been aggregated do not count.
@@ -127,11 +125,7 @@ class RunSettings:
     """The settings of a run, named like the keys of the configuration.
 
     rounds: the number of aggregations.
-    weighting: the weights of updates, "samples" or "uniform". None means "samples", unless a method
-    asks for uniform weights.
-    evaluate: the settings of scores.
-    faults: when a job has failed, and how many failures a run tolerates.
-    attack: the settings of attackers.
+    weighting: the weights of updates. None means "samples", unless a method asks for "uniform".
     state: the limits of memory for client states and replicas.
     init: the settings of the initial weights.
     """
@@ -163,25 +157,23 @@ class RunSettings:
 class RunSpec:
     """The description of a run, from which its workers and coordinator are built; picklable.
 
-    methods: the methods in their order; empty for FedAvg.
+    methods: in their order; empty for FedAvg.
     data: the clients' data and the central test set.
-    device: the device on which a worker computes: "cpu", "cuda", "cuda:1" or "mps".
-    threads: the number of torch's threads in a process.
+    device: the device of each worker: "cpu", "cuda", "cuda:1" or "mps".
+    threads: torch's threads in each process.
     lanes: the number of clients that a worker trains at once; results depend on it in the last
     bits.
-    dtype: the type of the parameters.
     score_batch: the number of samples that are scored at once.
-    profile: True measures how the time is spent.
     graph: True records and replays steps; results depend on it in the last bits.
     precision: the type of matrix products in a step.
-    loss: the user's loss of each sample; None uses the usual loss of the task.
+    loss: the user's loss of each sample; None uses that of the task.
     own_metrics: the user's metrics, by name.
     weights: saved initial weights; None keeps those of the built model.
     size: the largest number of updates in an aggregation.
-    stale: True if the schedule aggregates updates whose base version is not the current version.
+    stale: True if the schedule aggregates updates from older versions.
     packages: packages besides raysim whose code the run uses.
     devices: the type of each client's device, such as "phone"; None if the fleet is not known.
-    frozen: the frozen weights that all processes of a node share; None builds them in each process.
+    frozen: frozen weights that the processes of a node share; None builds them in each process.
     """
 
     model: ModelRecipe

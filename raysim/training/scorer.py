@@ -30,12 +30,10 @@ from raysim.training.worker_states import WorkerStates
 
 
 class Scorer:
-    """The part of a worker that scores models.
+    """The part of a worker that scores models, without side effects on training.
 
-    Scoring uses no random stream of training, and does not change BatchNorm's statistics.
-
-    task: the model to score, the shared one or a client's, and the samples.
-    sent: the client's state; None if it is on this worker, or if the shared model is scored.
+    Arguments of several functions: `task` names the model to score, the shared one or a client's,
+    and the samples. `sent` is the client's state, or None if it is on this worker or not needed.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
@@ -145,12 +143,11 @@ class Scorer:
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
         """Load the model that a task scores into the trainer's vector.
 
-        The hooks `load` may change any model. The hooks `personalise` then change a client's model,
-        unless `task.personalised` is False.
+        The hooks `load` may change it. The hooks `personalise` may change a client's model, unless
+        `task.personalised` is False.
 
-        task: the scoring task. A negative `task.client` means the shared model.
-        broadcast: the version to score, on the device.
-        sent: the client state, if the coordinator sent it with the task; otherwise None.
+        task: a negative `task.client` means the shared model.
+        sent: the client state, if the coordinator sent it; otherwise None.
         """
         state = self.states.initial
         if task.client >= 0:
@@ -169,10 +166,10 @@ class Scorer:
     ) -> ScoredModel:
         """Return the argument of the hooks `load` and `evaluate`: a model, and samples to score.
 
-        The result uses the model in the trainer's vector, which the caller must load.
+        The caller must have loaded the model into the trainer's vector.
 
-        broadcast: the scored version. Only the tensors that methods send with it are read.
-        sent: the client state, if the coordinator sent it with the task; otherwise None.
+        broadcast: the scored version, for the tensors that methods send with it.
+        sent: the client state, if the coordinator sent it; otherwise None.
         """
         values: Mapping[str, Any] = {}
         if task.client >= 0:

@@ -118,10 +118,9 @@ class SecondPass:
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
         """Shift parameters inside `with`; yield the shifted model's outputs for the same batch.
 
-        At its end, parameters, buffers, client state and torch's random generator have their
-        earlier bits.
+        At the end, parameters, buffers, client state and torch's random generator are as before.
 
-        shift: flat values to add to the parameters, in the order of `runs`.
+        shift: flat values to add, in the order of `runs`.
         runs: the slices of the vector to shift.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device

@@ -28,10 +28,10 @@ class OptimizedPart:
     """The parameters of a `ParameterGroup` that one optimizer changes.
 
     A group has several parts only with Muon or `local.rates`.
-    name: the optimizer's kind and rate factor, such as "muon*1"; "" without Muon and `local.rates`.
-    factor: the factor on the learning rate (`local.rates`).
-    indices: the indices of the part's parameters in `ParameterGroup.params`.
-    shared: the slices of the vector that contain the part's shared parameters.
+    name: such as "muon*1" (kind and rate factor); "" without Muon and `local.rates`.
+    factor: the factor on the learning rate.
+    indices: the indices of the parameters in `ParameterGroup.params`.
+    shared: the slices of the vector with the part's shared parameters.
     """
 
     name: str
@@ -45,11 +45,10 @@ class OptimizedPart:
 class ParameterGroup:
     """The parameters that a stage trains.
 
-    params: the parameters of the networks, for which gradients are computed.
+    params: parameters of the networks, for gradients.
     views: each parameter's slice of the vector, which the optimizer changes.
-    runs: the slices of the vector that these parameters cover. No slice has both shared and
-    personal parameters.
-    shared: the slices in `runs` with shared parameters.
+    runs: the slices of the vector that these parameters cover, each either shared or personal.
+    shared: the shared slices of `runs`.
     parts: the parameters of each optimizer.
     """
 
@@ -136,11 +135,9 @@ class Step:
     """A callable that makes one training step, on one batch and with the hooks of all methods.
 
     clip: the largest norm of a stage's gradient; 0 allows any norm.
-    usual_loss: the task's mean loss over the batch, which a method may replace.
-    precision: the type of matrix products; None uses no autocast. Parameters and optimizer keep
-    their type.
-    rates: factors on the learning rates of parts of the model, such as "head" (`local.rates`); None
-    means 1.
+    usual_loss: the task's loss, which a method may replace.
+    precision: the type of matrix products (autocast); None means the parameters' type.
+    rates: factors on the learning rates of parts of the model (`local.rates`); None means 1.
     """
 
     def __init__(
@@ -231,9 +228,7 @@ class Step:
 
         Methods may correct the gradient before it is clipped.
 
-        loss: the loss of the stage, a scalar.
-        second: gradients at shifted parameters, for the hook `perturb`; None if no method has this
-        hook, or if the stage has no task loss.
+        second: for the hook `perturb`; None without this hook or without the task loss.
         """
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)

@@ -49,12 +49,11 @@ _TASK_STAGES: Sequence[Sequence[Stage]] = ((Stage(),),)
 class RunningJob:
     """A job between `Trainer.begin` and `Trainer.end`.
 
-    ctx: the job's data, as hooks see it.
     cycle: the stages of each training step; after the last entry the first one follows again.
     batches: the batches on which the job has not trained yet.
     losses: the task loss of each step that has one.
-    initial_state: the names of the tensors in the client state when the job began.
-    result: what a method that trains by itself (`run.train`) returned; None for other methods.
+    initial_state: the names of the client state's tensors when the job began.
+    result: what a method that trains by itself (`run.train`) returned; else None.
     """
 
     ctx: Context
@@ -97,12 +96,12 @@ class RunningJob:
 class Trainer:
     """A worker's networks, data and training step, which are used for one job at a time.
 
-    vector: the parameters and buffers of the networks. Each job loads its model into the vector.
+    vector: the networks' parameters and buffers, into which each job loads its model.
     declarations: what the run's methods have declared.
     inputs, labels: the samples of all clients, as the data set stores them.
-    partition: for each client the rows of its training samples.
+    partition: each client's rows of training samples.
     pipeline: the augmentation and normalisation of inputs.
-    precision: the type of matrix products in a step (autocast); None uses no autocast.
+    precision: the type of matrix products (autocast); None means the parameters' type.
     """
 
     def __init__(
@@ -177,8 +176,8 @@ class Trainer:
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """Return a frozen copy of each network by name, in eval mode and without gradients.
 
-        name: a label for these copies. In each job, the first call with a label loads `values`.
-        Later calls with the label return the same copies and ignore `values`.
+        name: a label for these copies. Later calls with the same label in a job return the same
+        copies.
         values: [layout.total], the parameters and buffers. None means the model from which training
         started, with the client's personal parameters.
         """
@@ -310,8 +309,8 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        The function does nothing for no rows. It also does nothing for one row if the model needs
-        two rows in a batch (BatchNorm), unless only the head is trained.
+        Nothing happens without rows, or for one row if BatchNorm needs two and not only the head is
+        trained.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
         """

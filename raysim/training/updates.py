@@ -61,9 +61,8 @@ def _row_weights(rows: tuple[int, ...], device: torch.device) -> Tensor:
 class UpdateBuilder:
     """A builder of the messages with which a worker reports trained and failed jobs.
 
-    trainer: the trainer whose vector has the trained model.
-    copies: copies tensors from the device to CPU memory. The caller must call `copies.wait()`
-    before it reads an update's arrays.
+    trainer: its vector has the trained model.
+    copies: the caller must call `copies.wait()` before it reads an update's arrays.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
@@ -85,14 +84,14 @@ class UpdateBuilder:
     ) -> tuple[Update, Tensor]:
         """Return the update of a trained job, and its delta [layout.shared] on the device.
 
-        The delta is the trained minus the received parameters, or what the server decodes of it
-        with compression. The trained parameters in the trainer's vector are overwritten. The caller
-        must not change the delta, because a client state may contain this tensor.
+        The delta is the trained minus the received parameters; with compression, what the server
+        decodes. It overwrites the trained parameters in the trainer's vector. The caller must not
+        change it, because a client state may contain this tensor.
 
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
-        is_summed: True if the worker adds the delta to a sum; then the update contains no delta.
-        probe: the scores of the trained model (`evaluate.probe`); None if it was not probed.
+        is_summed: True if the worker adds the delta to a sum; the update then has no delta.
+        probe: None if the model was not probed.
         Raises NotFiniteError or ValueError for an update that must not be aggregated.
         """
         ctx, plan = running.ctx, running.ctx.plan
@@ -162,11 +161,11 @@ class UpdateBuilder:
         delta: Tensor,
         upload: Mapping[str, Tensor],
     ) -> tuple[float, float]:
-        """Check that an update is finite; return its mean loss per row and the norm of its delta.
+        """Check that an update is finite; return its mean loss per row and its delta's norm.
 
         losses: the task loss of each step that has one.
-        loss_rows: for each loss, the number of rows over which it is a mean.
-        delta: [layout.shared], the trained minus the received vector.
+        loss_rows: the number of rows over which each loss is a mean.
+        delta: [layout.shared].
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
         """
         # If a norm or sum is finite, all its terms are. Personal entries must be finite, too,

@@ -170,14 +170,13 @@ class Worker(SeparateSums):
         """Train jobs. Add up the updates of each group of jobs.
 
         Return a `TrainingResult` with the updates in the order of `jobs`. If clients have states,
-        return a tuple of this result and the final client state of each job. A failed job ends with
-        the state from which it started.
+        return a tuple of it and each job's final client state. A failed job ends with the state
+        from which it started.
 
-        groups: tuples of job numbers (`Job.number`). The result has the sum of a group's deltas in
-        place of the single deltas.
+        groups: tuples of job numbers. A group's sum replaces its single deltas in the result.
         versions: how many published versions are in `values`.
-        values: first the published versions from which the jobs start. If clients have states, each
-        job's client state follows; None if this worker has it.
+        values: first these versions. If clients have states, each job's client state follows, or
+        None if this worker has it.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -275,9 +274,9 @@ class _TrainingCall:
 
     With several replicas, these jobs may start from different vectors.
 
-    published: the versions from which the jobs start, by `PublishedVersion.number`.
-    sent: the client state of each job, or None if this worker has it. In a run without client
-    states, `sent` itself is None.
+    published: the versions, by `PublishedVersion.number`.
+    sent: the client state of each job, or None if this worker has it. Without client states, `sent`
+    itself is None.
     sums: the sums to which the jobs' deltas are added.
     """
 

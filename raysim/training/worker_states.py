@@ -18,12 +18,11 @@ from raysim.vectors.layout import Vector
 
 
 class WorkerStates:
-    """The client states that a worker can use: initial ones, those of its own jobs, sent ones.
+    """The client states that a worker can use: initial ones, those of its jobs, sent ones.
 
     vector: the initial parameters and buffers.
-    partition: for each client the rows of its training samples.
-    device_bytes: the largest number of bytes of states on the device. Other states are in CPU
-    memory.
+    partition: each client's rows of training samples.
+    device_bytes: the largest number of bytes of states on the device.
     """
 
     def __init__(

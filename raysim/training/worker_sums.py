@@ -18,8 +18,8 @@ from raysim.vectors.tree_sum import num_levels
 class WorkerSums:
     """The sums of Job.weight * delta that a worker computes, one sum for each group of jobs.
 
-    groups: the job numbers of each group, in the order in which the jobs are aggregated. A group
-    has the leaves of one subtree of the server's summation tree.
+    groups: the job numbers of each group, in the order of aggregation. A group has the leaves of
+    one subtree of the server's summation tree.
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]]):
@@ -141,8 +141,8 @@ class SeparateSums:
     ) -> tuple[Any, ...]:
         """Train jobs as `Worker.train` does, and return each sum of updates as a separate value.
 
-        The result is that of `Worker.train` without sums in its `TrainingResult`, then the sum of
-        each group. A sum is None if all jobs of the group failed.
+        After the values of `Worker.train`, the sum of each group follows, or None if all its jobs
+        failed.
 
         values: the other arguments of `Worker.train`.
         """

@@ -1,11 +1,8 @@
 """Store trainable tensors and floating buffers in one vector; modules use views of it.
 
-The order is: shared parameters, shared buffers, personal parameters, personal buffers. The first
-`layout.shared` entries travel, and the first `layout.trained` of them are parameters. Integer
-buffers have a separate vector.
-
-Frozen parameters and buffers with persistent=False are not in the vector. Every process builds
-them.
+The order is: shared parameters, shared buffers, personal parameters, personal buffers. Integer
+buffers have a separate vector. Frozen parameters and buffers with persistent=False have no vector,
+because every process builds them.
 """
 
 from __future__ import annotations
@@ -51,11 +48,10 @@ class Layout:
 
     entries: parameters and floating buffers, by position in the vector.
     counters: integer buffers, by position in a second vector.
-    trained: the number of floats in shared parameters.
-    shared: the floats that travel between server and clients: `trained` plus shared buffers.
-    total: `shared` plus the personal floats, which stay on a client.
-    shared_counters: the integers in shared integer buffers.
-    total_counters: the integers in all integer buffers.
+    trained: the length of the shared parameters.
+    shared: `trained` plus the shared buffers: what travels between server and clients.
+    total: `shared` plus the personal parameters and buffers.
+    shared_counters, total_counters: the lengths of the shared and of all integer buffers.
     """
 
     entries: tuple[Entry, ...]

@@ -1,9 +1,9 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-A leaf is weight * vector, rounded. A part of the tree, at a level and an index, covers the leaves
-[index * 2**level, (index + 1) * 2**level). Its sum is the sum of its left half plus that of its
-right half, rounded. Missing leaves are left out. The bits of a sum do not depend on which process
-adds up which part. In shapes, d is the length of a vector.
+A leaf is weight * vector, rounded. The part with a level and an index covers the leaves [index *
+2**level, (index + 1) * 2**level). It is the rounded sum of its two halves; missing leaves are left
+out. So the bits do not depend on which process adds up which part. In shapes, d is the length of a
+vector.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def halves(part: range) -> tuple[range, range]:
 def sum_in_tree(
     leaves: Sequence[TreeLeaf | None], sums: RangeSums = _NO_SUMS, into: Tensor | None = None
 ) -> Tensor | None:
-    """Return the sum of all leaves and of all `sums`, [d], on the CPU; None if there are none.
+    """Return the sum [d] of all leaves and of all `sums` on the CPU; None if there are none.
 
-    leaves: the leaf at each position; None if it is missing or part of one of the `sums`.
-    sums: the sums of parts of the tree, by the range of the part's positions.
+    leaves: by position; None for a leaf that is missing or part of one of the `sums`.
+    sums: known sums of parts of the tree, by the range of their positions.
     into: the tensor for the result, or None for a new one.
     """
     plan = _Plan(leaves, sums)
@@ -183,11 +183,10 @@ class _Plan:
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
         """Add the instructions that sum a subtree; return where its sum will be.
 
-        The result is the index of the buffer for the sum. It is the sum itself if the plan knows
-        it, and None if all leaves are missing.
+        That is the index of a buffer, the sum itself if the plan knows it, or None without leaves.
 
         part: the positions of the subtree's leaves.
-        buffer: the index of the first buffer that the instructions may change.
+        buffer: the first buffer that the instructions may change.
         """
         if part in self._sums:
             total = self._sums[part]
