@@ -1,14 +1,9 @@
 """Make the pseudo-data of FedBR: means of clients' samples, or of samples of a public set.
 
-A mean of M samples represents all of them and has no label. A run can choose:
-- `refresh`: new means are drawn in every round (as in the paper), or only once (as in the released
-  code).
-- `sources`: "balanced" draws every client equally often, as Algorithm 2 does. "unbalanced" draws
-  clients in proportion to their samples. "classes" draws every client equally often, and each class
-  of a client equally often.
-
-A public set has no clients: "balanced" and "classes" draw its classes equally often, "unbalanced"
-draws its samples equally often.
+The setting `sources` says how samples are drawn. "balanced" draws every client equally often
+(Algorithm 2 of FedBR), "unbalanced" in proportion to the client's samples. "classes" also draws
+each class of a client equally often. In a public set, "balanced" and "classes" draw every class
+equally often, "unbalanced" every sample.
 """
 
 from __future__ import annotations
@@ -47,16 +42,14 @@ class PseudoData:
     """Settings of a run's pseudo-data, which the server sends to clients: means of samples.
 
     kind: "rsm" makes means of clients' samples, "mixture" makes means of the public `proxy` set.
-    rows: the number B of means.
-    samples_per_mean: the number of samples in each mean.
-    means_per_client: for kind="rsm", the number of means that each client sends before round 0. The
-    server draws from the means of all clients.
-    refresh: "round" draws B new means in every round; "once" draws them only at the start.
-    sources: the rule by which samples are drawn: "balanced", "unbalanced" or "classes". The
-    module's docstring describes these rules.
-    fresh: True lets each job compute B new means from the raw samples of all clients. Then clients
-    send nothing before round 0. A real system could not do this.
-    proxy: the source of the public set, for kind="mixture"; None if there is none.
+    rows: the number of means.
+    means_per_client: for "rsm", the number of means that each client sends before round 0.
+    refresh: "round" draws new means in every round, as in the paper; "once" only at the start, as
+    in the released code.
+    sources: the rule by which samples are drawn; see the module's docstring.
+    fresh: True computes new means in each job from all clients' raw samples, and sends nothing
+    before round 0. A real system could not do this.
+    proxy: the source of the public set, for "mixture"; None if there is none.
     Raises ValueError for settings that do not fit together.
     """
 
@@ -222,12 +215,9 @@ def rows_by_samples(
 ) -> np.ndarray:
     """Draw some of the stored means without replacement; return their numbers, int64 [size].
 
-    The server stores `per_client` means of each client, a row for each mean, one client after
-    another. A mean is drawn with a probability in proportion to its client's samples.
-    ends: float64 [clients], the cumulative probabilities of the clients, such as
-    `ServerView.sample_ends`.
-    per_client: the number of means of each client; all means of a client are equally probable.
-    size: the number of means to draw.
+    Client c has the means c * per_client and up. A mean's probability is in proportion to its
+    client's samples.
+    ends: float64 [clients], the cumulative probabilities of the clients.
     """
     # Except for rounding, the distribution is that of `Generator.choice` without replacement, but
     # the computing time does not grow with the table.
@@ -263,11 +253,9 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
 def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
     """Return means of samples of randomly drawn clients, [size[0], ...].
 
-    Each mean is over samples of one client. All jobs with the same base version get equal means.
+    Each mean is over samples of one client. Jobs with the same base version get equal means.
     size: the number of means, and the number of samples in each mean.
-    sources: "unbalanced" draws clients in proportion to their numbers of samples. "balanced" and
-    "classes" draw all clients equally often. Of a drawn client, "classes" draws all classes equally
-    often. "unbalanced" and "balanced" draw all samples of the client equally often.
+    sources: a rule that the module's docstring describes.
     """
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _interval_ends(job.partition, sources != "unbalanced")
@@ -322,13 +310,10 @@ def proxy_means(
 ) -> Tensor:
     """Return means of normalised training samples of a public set, [size[0], ...].
 
-    proxy: the source of the public set; its mean and deviation normalise the samples.
+    proxy: the source of the public set, with the mean and deviation of the normalisation.
     dataset: the public set, which `proxy` has built.
     size: the number of means, and the number of samples in each mean.
-    sources: "unbalanced" draws all samples equally often. "balanced" and "classes" both draw all
-    classes equally often; they do not differ, because a public set has no clients.
-    generator: the generator that draws the samples.
-    dtype: the dtype of the means.
+    sources: a rule that the module's docstring describes.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)

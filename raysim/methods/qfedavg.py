@@ -1,11 +1,8 @@
-"""q-FedAvg: weight each client by its loss to the power q, so that a high loss counts more.
-
-The accuracy of the clients becomes more equal.
+"""q-FedAvg: weight each client by its loss to the power q, so that accuracies become more equal.
 
 Source: Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR
-2020), Algorithm 2. It minimises sum_i F_i^(q+1) / (q+1). F_i is the loss of the received model on
-all training samples of client i. D_i is the client's update, eta the learning rate, and L = 1 /
-eta:
+2020), Algorithm 2. F_i is the loss of the received model on all training samples of client i, D_i
+the client's update, eta the learning rate, and L = 1 / eta:
 
     x <- x + sum_i L F_i^q D_i / sum_i h_i
     h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q
@@ -13,13 +10,11 @@ eta:
 q = 0 is the mean of updates.
 
 Departures from the paper
-- The terms of both sums have weights. By default these are equal; the configuration can set others.
+- The terms of both sums have weights, equal by default.
 - F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
-- eta is the learning rate of the job. |D_i| is the norm over the shared trainable parameters.
-- Each client uploads F_i and c_i = L |D_i|^2, because the server does not know the job's learning
-  rate. With w_i = F_i^q, the server computes the same step as
-  sum_i w_i D_i / sum_i w_i (1 + q c_i / F_i).
+- eta is the learning rate of the job. |D_i| is over the shared trainable parameters.
+- Each client uploads F_i and L |D_i|^2, because the server does not know eta.
 - Buffers are averaged with the weights F_i^q.
 """
 
@@ -56,14 +51,11 @@ def loss_before_training(job: LocalJob) -> Tensor:
 def divisor(
     weights: Sequence[float], losses: Sequence[float], curvatures: Sequence[float], q: float
 ) -> float:
-    """Return the number by which the weighted sum of updates is divided.
+    """Return the divisor of the weighted sum of updates: the sum over clients of w (1 + q c / F).
 
-    It is the sum of w (1 + q c / F) over the clients. Each sequence has one number for each client.
-    F is the loss of the received model on the client's data.
     weights: w, the aggregation weight of the client, already multiplied by F^q.
-    losses: F.
-    curvatures: c = |u|^2 / lr, with u the client's update and lr the job's learning rate.
-    q: the power of the loss.
+    losses: F, the loss of the received model on the client's data.
+    curvatures: c, the squared norm of the client's update divided by the learning rate.
     """
     total = 0.0
     for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):

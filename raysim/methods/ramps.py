@@ -16,9 +16,8 @@ def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "e
     """Return the weight of a round, between 0 and 1; later rounds never have smaller weights.
 
     step: the current round s, at least 0 and, for "exp", at most T.
-    total_steps: the number T of rounds of the ramp.
-    gamma: the constant in the formula of the ramp.
-    form: the name of the formula:
+    total_steps: T.
+    form: the formula:
 
         "exp"          e^(gamma (s - T))
         "laine_aila"   e^(-gamma (1 - min(s / T, 1))^2)

@@ -63,10 +63,9 @@ def recombine(
 
         sum_i w_i sum_j C_ij g_j / aggregation.divisor
 
-    g_j are the updates, w_i their weights, and C is the matrix that `coefficients` returns. If C is
-    the identity matrix, the result is bit-identical to FedAvg's.
-    granularity: "model" computes one matrix C for whole updates; "tensor" computes one for each
-    tensor of the model.
+    g_j are the updates, w_i their weights. With the identity matrix as C, the result is
+    bit-identical to FedAvg's.
+    granularity: "model" computes one C for whole updates; "tensor" computes one for each tensor.
     coefficients: a function from the Gram matrix [m, m] of the updates to C, float64 [m, m].
     """
     rows = parameters_of(aggregation, server)

@@ -1,24 +1,21 @@
 """SCAFFOLD: correct each local gradient by the difference of two control variates.
 
-The client's control variate estimates the client's gradient. The server's control variate estimates
-the mean gradient of all clients. So local steps follow the common direction.
-
-Source: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled
-Averaging for Federated Learning" (ICML 2020), Algorithm 1:
+Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (ICML
+2020), Algorithm 1:
 
     g <- g - c_i + c                                     every local step
     c_i+ = c_i - c + (x - y) / (K eta)                   Option II
     c <- c + (1/N) sum_{i in S} (c_i+ - c_i)             N: all clients, not only the participants
 
-g is the gradient of a local step, c_i the control variate of client i, and c_i+ its next value. c
-is the server's control variate. x are the received and y the trained parameters. K is the number of
-local steps, eta their learning rate, and S the set of participants.
+g is the gradient of a local step. The control variates c_i of client i and c of the server estimate
+the gradient of the client and the mean of all clients. c_i+ is the next c_i. x are the received and
+y the trained parameters, K is the number of local steps, eta their learning rate, and S the set of
+participants.
 
 Departures from the paper
-- The paper has no momentum. With momentum rho, K is replaced by K' = (K - rho (1 - rho^K) / (1 -
-  rho)) / (1 - rho), as in FedNTD's code. If the gradient is constant, K steps with momentum move as
-  far as K' steps without it. With K itself and rho = 0.9, c_i would be up to ten times too large,
-  and training would diverge.
+- With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), as in FedNTD's
+  code. With K itself and rho = 0.9, c_i would be up to ten times too large. The paper has no
+  momentum.
 - Control variates exist for trainable parameters only; buffers are averaged as in FedAvg.
 - Models and control variates are averaged uniformly, as in the paper; FedNTD's code weights the
   models by samples.

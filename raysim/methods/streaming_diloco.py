@@ -1,14 +1,13 @@
 """Streaming DiLoCo: divide the model into fragments, and synchronise one of them in each job.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
-Free Lunch" (2025), Algorithm 2. It builds on DiLoCo (Douillard et al. 2023): AdamW on the clients,
-and Nesterov's momentum on the server. With P fragments, a job that starts from version v sends
-fragment v mod P. This fragment is *due* in version v. A client whose last job started from version
-s receives the fragments that were due in the versions s to v - 1. Symbols:
+Free Lunch" (2025), Algorithm 2. A job that starts from version v sends fragment v mod P of P
+fragments. This fragment is *due* in version v. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate
     l           the model with which the client ended its last job
+    s           the version from which this last job started
     g           for each parameter, the value that the client received last
     w_i         the weight of client i
     x_p, l_p    the parameters of x and of l that belong to fragment p
@@ -21,19 +20,16 @@ Algorithm:
     aggregate   d_p = sum_i w_i D_i,p / sum_i w_i,   u_p <- beta u_p + d_p
                 x_p <- x_p + eta (d_p + beta u_p)
 
-A client keeps its values of all other fragments.
-
 Departures from the paper
 - Training waits while a fragment is exchanged (tau = 0). Clients replace their values by the
-  received ones, and do not mix them (alpha = 0).
+  received ones (alpha = 0).
 - Clients use `local.optimizer`, which need not be AdamW. Its state starts again in each job, unless
   local.keep_optimizer=true.
 - A value travels as a float of 32 bits; the paper's have 4 bits.
 - Updates of one aggregation may be stale and belong to several fragments. Each fragment moves by
-  the mean of the updates that belong to it.
-- The number of floats that a client receives is an estimate, because it is computed without the
-  versions of the client's earlier jobs. It assumes that k earlier jobs started from the versions 0
-  to k - 1.
+  the mean of its updates.
+- The number of floats that a client receives is an estimate: k earlier jobs count as if they
+  started from the versions 0 to k - 1.
 """
 
 from __future__ import annotations
@@ -67,16 +63,14 @@ WHOLE_MODEL_METHODS = (
 
 
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
-    """Return the slices of the vector that belong to each fragment.
+    """Return the slices of the vector that belong to each fragment, which consists of whole layers.
 
-    A fragment consists of whole layers. The name of a layer is the name of its parameters, up to
-    and including the first number, such as "model.net.blocks.0". If a parameter's name has no
-    number, its module is its layer. If there are fewer layers than fragments, some fragments are
-    empty.
+    A layer's name is the name of its parameters up to the first number, such as
+    "model.net.blocks.0"; without a number, it is the module's name. With fewer layers than
+    fragments, some fragments are empty.
 
-    count: the number of fragments.
-    pattern: with "strided" layer i belongs to fragment i mod count. With "sequential" each fragment
-    has neighbouring layers, and some fragments may have one layer more than others.
+    pattern: "strided" puts layer i into fragment i mod count; "sequential" keeps neighbouring
+    layers together.
     """
     layers: dict[str, list[Entry]] = {}
     for entry in layout.entries:
@@ -167,12 +161,9 @@ class StreamingDiLoCo(Method):
     def _floats_down(self, layout: Layout, job: Participation) -> int:
         """Return an estimate of how many floats a client receives in a job.
 
-        In its first job, a client receives all floats. In a later job, the client receives only the
-        fragments that were due since the base version of its previous job. With P fragments,
-        fragment i mod P is due in version i. The base version of the previous job is not known
-        here. Let the client have k earlier jobs, and let v be the base version of this job. The
-        function assumes that the earlier jobs started from the versions 0 to k - 1. The client then
-        receives the fragments of the versions k - 1 to v - 1.
+        A client's first job receives all floats. A later job receives the fragments that were due
+        since the base version of the previous job. k earlier jobs count as if they started from the
+        versions 0 to k - 1.
         """
         if not job.earlier_jobs:
             return layout.trained
@@ -184,10 +175,8 @@ class StreamingDiLoCo(Method):
     def begin(self, job: LocalJob) -> None:
         """Start from the client's last trained model, with some fragments of the received model.
 
-        The received model provides the fragments that were due since the client's previous job. If
-        this job has the base version v and the previous job the base version s, these are the
-        fragments that were due in the versions s to v - 1. With P fragments, fragment i mod P is
-        due in version i. The client's first job starts from the whole received model.
+        These are the fragments that were due since the base version of the client's previous job.
+        The first job starts from the whole received model.
         """
         trained = job.layout.trained
         version = int(job.state["version"])

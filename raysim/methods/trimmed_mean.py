@@ -1,11 +1,10 @@
 """Trimmed mean: average the changes of each parameter without the largest and smallest ones.
 
-With m updates, each parameter has m changes. The k largest and the k smallest of these changes are
-left out. k is beta m, rounded down, and beta is the setting `share`. The result is robust if at
-most k updates are malicious.
+Of the m changes of a parameter, the k largest and the k smallest are left out. k is m times the
+setting `share`, rounded down. The result is robust if at most k updates are malicious.
 
-Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II.
+Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
+2018), Definition 2 and Algorithm 1, option II.
 
 Departures from the paper
 - Updates of weight 0 are left out; all other weights have no effect.

@@ -1,37 +1,31 @@
 """VHL: train all clients also on the same labelled noise, and align real features with it.
 
-The noise (the virtual data) is the same for all clients. The features of real images are pulled to
-the features of noise with the same label. This makes the features of all clients similar.
+This makes the features of all clients similar.
 
-Source: Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data
-Heterogeneity in Federated Learning" (ICML 2022). h are the features in front of the classifier,
-divided by their norm, and y the labels. T is the temperature; the index v stands for virtual
-images:
+Source: Tang et al., "Virtual Homogeneity Learning: Defending against Data Heterogeneity in
+Federated Learning" (ICML 2022). h are the features in front of the classifier, divided by their
+norm, y the labels, and T the temperature. v marks the noise, called virtual images:
 
     s_ij     = exp(h_i.h_j / T) / sum_{a != i} exp(h_i.h_a / T)
     SC(h, l) = mean_i -1/|P_i| sum_{j in P_i} log s_ij
     loss     = CE(x, y) + alpha CE(x_v, y_v)
                + gamma SC([h; h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-CE is the cross-entropy, SC the supervised contrastive loss. P_i are the other rows with the label
-l_i; without such rows, row i adds 0. In the term with gamma, h_v is a constant.
+CE is the cross-entropy. P_i are the other rows with the label l_i; without such rows, row i adds 0.
+In the term with gamma, h_v is a constant.
 
 Departures from the paper
 - With label_mode="extra", virtual images have classes of their own, as in the authors' code. The
-  model then has two outputs for each class, one for real and one for virtual images. In evaluation,
-  the larger one of these two outputs is used. With "shared", virtual images have the real classes,
-  as in FedBR's code.
-- The noise comes from the authors' simple noise generator. They also use an untrained StyleGAN,
-  which is left out here. The authors clip the noise to [0, 1]; here each channel of all virtual
-  images is standardised.
-- A step draws its virtual images without replacement, pads them with zeros and crops them. The
-  zeros are added after the standardisation.
-- Another method may change the inputs (Mixup, FedMix). CE(x, y) is then computed for the changed
-  images. A second forward pass computes the features of the unchanged images and of the virtual
-  images, as in FedBR's code. All other terms of the loss use these features. This pass updates
+  model has two outputs for each class; the larger one is used in evaluation. With "shared", they
+  have the real classes, as in FedBR's code.
+- The noise comes from the authors' simple noise generator; their untrained StyleGAN is left out.
+  Each channel of all virtual images is standardised; the authors clip to [0, 1].
+- A step draws its virtual images without replacement, pads them with zeros and crops them.
+- If another method changes the inputs (Mixup, FedMix), CE(x, y) uses the changed images. A second
+  forward pass of real and virtual images gives all other terms, as in FedBR's code. It updates
   BatchNorm's statistics, too.
 - BatchNorm's running statistics come from real and virtual images. Therefore the data should be
-  normalised, as the virtual images are.
+  normalised.
 - The authors' distance between domains has weight 0 in their code and is left out.
 """
 
@@ -91,16 +85,15 @@ def alignment_loss(
     align_weight: float,
     virtual_weight: float,
 ) -> Tensor:
-    """Return a weighted sum of two contrastive losses.
+    """Return the weighted sum of two contrastive losses.
 
-    The first loss is over real and virtual features together, with the virtual ones as constants.
-    The second one is over the virtual features alone.
+    The first loss is over real and virtual features, with the virtual ones as constants. The second
+    one is over the virtual features alone.
 
     real_features: [n, D] with real_labels int64 [n].
-    virtual_features: [m, D] with virtual_labels int64 [m], of the same classes.
-    temperature: the scalar products of features are divided by it.
-    align_weight: the weight of the first loss.
-    virtual_weight: the weight of the second loss.
+    virtual_features: [m, D] with virtual_labels int64 [m].
+    temperature: divides the scalar products of features.
+    align_weight, virtual_weight: of the first and of the second loss.
     """
     features = torch.cat([real_features, virtual_features.detach()])
     labels = torch.cat([real_labels, virtual_labels])
@@ -114,13 +107,12 @@ def alignment_loss(
 def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int, int]) -> Tensor:
     """Return V images [V, c, height, width] of labelled noise.
 
-    An image is the mean of its class plus half of its own noise, both k x k pixels, enlarged to
-    `size`. Then each of the c channels is standardised over all images.
+    An image is the mean of its class plus half of its noise, enlarged to `size`. Each channel is
+    then standardised over all images.
 
-    means: [C, c, k, k], the mean of each class.
-    noise: [V, c, k, k], the noise of each image.
-    labels: int64 [V], the class of each image.
-    size: the height and the width of the images.
+    means: [C, c, k, k], of the classes.
+    noise: [V, c, k, k].
+    labels: int64 [V].
     """
     images = F.interpolate(means[labels] + 0.5 * noise, size=size, mode="bilinear")
     deviation, mean = torch.std_mean(images, dim=(0, 2, 3), correction=0, keepdim=True)
@@ -176,8 +168,8 @@ class Vhl(Method):
     virtual: the number of virtual images.
     virtual_batch: the number of virtual images in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
-    align_epochs: the number of epochs, from the start of a job, in which features are aligned. With
-    local.steps, which has no epochs, features are aligned in all steps.
+    align_epochs: features are aligned in the first epochs of a job, or in all steps with
+    local.steps.
     """
 
     name = "vhl"

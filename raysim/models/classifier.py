@@ -49,11 +49,10 @@ class Classifier(nn.Module):
 class ModelRecipe:
     """A recipe: the settings of a neural network, and the function `build` that makes it.
 
-    A subclass overrides `extractor`. If its neural networks do not consist of an extractor and a
-    linear head, it overrides `network` instead.
-    lora: the settings of the adapters that `build` adds; by default there are none.
-    reads: the inputs that the neural networks take: "images" [channels, height, width], "tokens"
-    (token numbers), "numbers" of any shape, or "any" of these.
+    A subclass overrides `extractor`, or `network` if there is no extractor with a linear head.
+    lora: the settings of the adapters; by default there are none.
+    reads: the inputs of the networks: "images" [channels, height, width], "tokens" (token numbers),
+    "numbers" of any shape, or "any" of these.
     """
 
     lora: Lora = Lora()
@@ -83,14 +82,12 @@ class ModelRecipe:
     def build(
         self, input_shape: Shape, num_classes: int, seed: int, tokens: Tokens | None = None
     ) -> Classifier:
-        """Return a new neural network, whose initial parameters depend on the seed.
+        """Return a new neural network; the seed decides its initial parameters.
 
-        The state of PyTorch's global random generators stays unchanged. Raise ValueError if the
-        network cannot take inputs of this shape.
+        PyTorch's global random generators stay unchanged. Raise ValueError if the network cannot
+        take inputs of this shape.
         input_shape: the shape of one sample.
-        num_classes: the number of outputs for each sample: the number of classes, or the number of
-        values that a regression predicts.
-        seed: the seed of the initial parameters.
+        num_classes: the number of classes, or of values that a regression predicts.
         tokens: the size of the vocabulary and the number of the padding token; None if inputs are
         not token numbers.
         """

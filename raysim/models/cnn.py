@@ -52,12 +52,12 @@ class Mlp(ModelRecipe):
 class Cnn(ModelRecipe):
     """A recipe for the CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    pool: the height and width of the windows of the max-pools, in pixels.
-    padding: the padding of the convolutions, in pixels at each side.
-    stride: the stride of the max-pools, in pixels.
+    pool: the height and width of the windows of the max-pools.
+    padding: the padding of the convolutions.
+    stride: the stride of the max-pools.
 
-    The max-pools have no padding, with one exception. If `pool` is 3, `padding` is 2 and `stride`
-    is 2, each max-pool has a padding of 1. It then halves the height and the width.
+    Max-pools have no padding, except with the default settings: a padding of 1 halves height and
+    width.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

@@ -21,14 +21,14 @@ INIT_STD = 0.02  # standard deviation of initial weights, as in GPT-2
 class Gpt(ModelRecipe):
     """A recipe for a decoder-only transformer (GPT-2) with learnt position embeddings.
 
-    Its outputs are logits [B, C, T] of the next token at each of T positions. Padding at the end of
-    a sequence has no influence.
+    Its outputs are logits [B, C, T] of the next token at T positions. Padding at the end has no
+    influence.
 
     width: the number of features of a token.
     heads: the number of attention heads of a block.
     blocks: the number of transformer blocks.
-    dropout: the dropout rate. Above 0, training draws random numbers.
-    tied: True uses the embedding of the tokens as the weights of the output layer, too.
+    dropout: the dropout rate.
+    tied: True uses the tokens' embedding also as the weights of the output layer.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"

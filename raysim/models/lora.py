@@ -1,9 +1,8 @@
 """Add low-rank adapters (LoRA, Hu et al. 2022) with the package peft.
 
-A layer with the frozen weight W0 [m, n] uses the weight W0 + s B A instead. The matrices A [r, n]
-and B [m, r] are trained. A starts with random values and B with zeros; in an embedding, A starts
-with zeros and B with random values. r is the rank, and s is alpha / r. In a convolution, n is the
-number of input channels times the size of a window.
+A layer with the frozen weight W0 [m, n] uses W0 + s B A instead. A [r, n] and B [m, r] are trained;
+r is the rank, and s is alpha / r. A starts with random values and B with zeros; in an embedding it
+is the reverse. In a convolution, n is the number of input channels times the size of a window.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ class Lora:
     alpha: the product of an adapter's matrices is multiplied by alpha / rank.
     dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head, or every convolution if there is no linear layer. With None, three
-    kinds of layers are left out: layers with fewer inputs or outputs than the rank, the output
-    layer of a language model, and grouped convolutions.
-    base: the type in which the frozen weights of linear layers, convolutions and embeddings are
-    stored. "nf4" stores 4 bits for each number; embeddings are then stored in bfloat16. The
-    computation is in the type of the run.
+    layer in front of the head, or every convolution if there is no linear layer. None leaves out
+    layers narrower than the rank, the output layer of a language model, and grouped convolutions.
+    base: the storage type of the frozen weights of linear layers, convolutions and embeddings.
+    "nf4" stores 4 bits for each number; embeddings are then bfloat16.
     """
 
     rank: int = 0
@@ -191,12 +188,11 @@ def _output_layers(inner: nn.Module) -> list[object]:
 def _named_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
     """Return the full names of the layers that `model.lora.layers` selects.
 
-    An entry of `model.lora.layers` selects all layers whose full name is the entry, or ends with
-    "." and the entry. For example, "query" selects "blocks.0.query" and "blocks.1.query".
+    An entry selects all layers whose name is the entry, or ends with "." and the entry.
     inner: the model without its head; the whole model if it has no separate head.
-    place: words for the error: where in the model the layers of `inner` are.
-    Raises ValueError if an entry selects no layer, if there is no entry, or if a selected layer is
-    too narrow for the rank.
+    place: words for errors: where in the model these layers are.
+    Raises ValueError if an entry selects no layer, there is no entry, or a layer is narrower than
+    the rank.
     """
     all_names = [name for name, _ in inner.named_modules() if name]
     names: list[str] = []

@@ -10,13 +10,10 @@ from torch.nn import functional
 class MaxPool2d(nn.MaxPool2d):
     """A max-pool over square windows of images [B, channels, H, W].
 
-    Its results are equal to those of `nn.MaxPool2d`. With gradients or on a GPU, it calls
-    `nn.MaxPool2d`. Without gradients on a CPU, it compares whole slices of the images instead of
-    one pixel after another.
+    Its results are equal to those of `nn.MaxPool2d`. Without gradients on a CPU, it is faster.
 
-    size: the height and width of a window, in pixels.
-    stride: the distance between the starts of two windows, in pixels; None means `size`.
-    padding: the number of pixels of minus infinity that are added at each side of the image.
+    stride: None means `size`.
+    padding: the number of pixels of minus infinity at each side of the image.
     """
 
     # PyTorch's CPU kernel for images visits one pixel at a time. In an evaluation of a small CNN it

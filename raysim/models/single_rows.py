@@ -11,10 +11,9 @@ from torch import Tensor, nn
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
     """Return the first layer that prevents a model from training on one row; "" if none does.
 
-    Such a layer raises an error for one row, or its outputs are not finite. The result is text for
-    an error, such as "layer 'norm' (BatchNorm1d)". It is also "" if the model cannot even train on
-    two rows.
-    make_inputs: a function that returns inputs with the given number of rows, on any device.
+    Such a layer raises an error, or its outputs are not finite. The result is text for an error,
+    such as "layer 'norm' (BatchNorm1d)". It is also "" if the model cannot train on two rows.
+    make_inputs: returns inputs with the given number of rows.
     """
     parameter = next(model.parameters(), torch.empty(0))
     devices = [parameter.device] if parameter.device.type == "cuda" else []

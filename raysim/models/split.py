@@ -111,15 +111,13 @@ def split_network(
 ) -> Classifier:
     """Return the network, split into an extractor and a linear head.
 
-    A `Classifier` is returned unchanged. With head=None, the result is a `WholeNetwork`, without a
-    separate head, in these cases: the last linear layer does not compute the network's outputs, the
-    outputs have more than 2 dimensions, or num_classes is 0.
-    inputs: examples [B, ...], for which the split network must compute the same outputs.
-    head: the name of the linear layer that computes the network's outputs; None means the last
-    linear layer.
-    Raise ValueError if the network does not accept these examples, or does not have `num_classes`
-    outputs. Also raise ValueError if `head` names a layer that is not linear or does not compute
-    the network's outputs.
+    A `Classifier` is returned unchanged. With head=None, the result is a `WholeNetwork` without a
+    head in three cases: the last linear layer does not compute the outputs, outputs have more than
+    2 dimensions, or num_classes is 0.
+    inputs: examples [B, ...], with which the split network is tested.
+    head: the name of the linear layer that computes the outputs; None means the last linear layer.
+    Raise ValueError if the network does not accept these examples, does not have `num_classes`
+    outputs, or has no such head.
     """
     if isinstance(net, Classifier):
         return net

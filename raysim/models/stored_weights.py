@@ -1,12 +1,11 @@
 """Store the frozen weights of a network in bfloat16 or in 4 bits, to save memory.
 
-A weight is converted to the type of the computation when a layer needs it: in the forward pass, and
-again in the backward pass. So only one converted weight exists at a time.
+A layer converts its weight for each forward and backward pass, so only one converted weight exists
+at a time.
 
-The 4-bit type is NF4 of Dettmers, Pagnoni, Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning
-of Quantized LLMs" (NeurIPS 2023). 64 entries of a weight have a common scale, which is their
-largest absolute value. There are 16 levels, which are quantiles of the normal distribution. An
-entry is stored as the number of a level; its value is this level times the scale.
+The 4-bit type is NF4 of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIPS
+2023). An entry is stored as the number of one of 16 levels, quantiles of the normal distribution.
+Its value is this level times a scale, the largest absolute value of 64 entries.
 
 Departures from the paper
 - Scales are stored in float32. The paper stores them in 8 bits (double quantization).

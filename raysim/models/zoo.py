@@ -107,15 +107,13 @@ class Timm(ExternalModel):
 class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
-    name: a local folder or a name on the hub, from which the model's configuration is read. It can
-    also be a type of model, such as "bert"; the model then gets the default configuration of this
-    type.
-    pretrained: True loads the weights of that folder or name. If the data has another number of
-    classes than these weights, the head gets random weights.
+    name: a local folder or a name on the hub with the model's configuration. A type of model, such
+    as "bert", takes this type's default configuration.
+    pretrained: True loads the weights of that folder or name. With another number of classes, the
+    head gets random weights.
     options: values that replace those of the model's configuration.
-    task: "classify" makes a network that returns a logit for each class of a sequence or an image,
-    [B, C]. "causal" makes a language model: for each of T positions, it returns a logit for each of
-    the C tokens that may be the next token, [B, C, T].
+    task: "classify" returns a logit for each class of a sequence or an image, [B, C]. "causal"
+    returns logits of the next token at T positions, [B, C, T].
     """
 
     name: str
@@ -329,12 +327,11 @@ def _check_shapes(
 ) -> None:
     """Raise ValueError if pretrained weights have other shapes than the weights of the model.
 
-    The weights of the head may have other shapes if `head_size` is not None.
     name: `model.name`, for the error.
     mismatched: for each weight with another shape: its name, its shape in the file, and its shape
     in the model.
-    head_size: the number of outputs of the model's head; None requires equal shapes in the head,
-    too.
+    head_size: the number of outputs of the head, which may differ; None requires equal shapes
+    there, too.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):
