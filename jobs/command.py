@@ -35,16 +35,12 @@ def run_study(
 ) -> NoReturn:
     """Run the command of a study that the command line names, and end this process.
 
-    The arguments of the command line are `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
-    FOLDER is the folder that contains the study's runs.
-    usage: the text that is printed if the command line has none of these commands. The exit status
-    is then 1. None prints nothing, with the exit status 0.
-    run_all: function for `run`, called with FOLDER and the list of overrides. It executes the runs
-    of the study with these overrides.
-    collect: function for `collect`, called with FOLDER. It copies the numbers of the runs into a
-    file of the repository.
-    write_page: function for `page`, called without arguments. It makes the study's page from the
-    numbers in this file.
+    The command line is `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
+    usage: the text for any other command line, which ends with status 1. None prints nothing and
+    ends with status 0.
+    run_all: function that executes the runs of the study in FOLDER, with the overrides.
+    collect: function that copies the numbers of the runs in FOLDER into a file of the repository.
+    write_page: function that makes the study's page from the numbers in this file.
     """
 
     def program() -> None:

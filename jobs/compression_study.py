@@ -1,14 +1,11 @@
 """Compare compressors on the model of the workload W3 of `raysim bench`, with phones' uplinks.
 
-This program makes the page docs/studies/compression.md:
-
     python -m jobs.compression_study run runs/compression
     python -m jobs.compression_study collect runs/compression
     python -m jobs.compression_study page
 
-The command `run` executes 15 runs, and continues if it was stopped. It applies further arguments,
-such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
-docs/studies/compression.json. `page` writes docs/studies/compression.md and compression.png.
+`run` executes 15 runs, with further arguments such as `data.root=DIR` as overrides, and continues
+if it was stopped. `collect` and `page` write docs/studies/compression.json, .md and .png.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
 """Compare ways to train a small GPT on clients: full fine-tuning, DiLoCo and adapters.
 
-This program makes the page docs/studies/language.md:
-
     python -m jobs.language_study run runs/language
     python -m jobs.language_study collect runs/language
     python -m jobs.language_study page
 
-`run` trains the base model centrally. It then starts from this model and executes each method with
-three seeds. `collect` writes docs/studies/language.json, and `page` writes docs/studies/language.md
-and .png.
-
-If `run` was stopped, the same command continues. Further arguments, such as `local.steps=25`, apply
-to every run. With the first seed, `run` trains the methods in `RATES` at several learning rates.
-The runs of the other seeds use the best learning rate. `data.root` cannot be set: all runs train on
-texts of Python's documentation (`pydoc_data.topics`).
+`run` trains the base model centrally, and from it each method with three seeds. It continues if it
+was stopped. Further arguments, such as `local.steps=25`, apply to every run; `data.root` cannot be
+set. The methods in `RATES` run with several learning rates on the first seed, and with the best of
+them on all others. `collect` and `page` write docs/studies/language.json, .md and .png.
 
 `run runs/language only=DiLoCo,FedIT` executes the runs of some methods, and those of `base`.
 `collect` then keeps the stored numbers of all other methods. Their runs must have started from a
@@ -93,13 +87,10 @@ ONLY = "only="  # an argument of `run` that names methods
 
 # --- runs ---------------------------------------------------------------------------------------
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write the texts that train the base model and the clients.
+    """Write the texts that train the base model and the clients, topics of Python's documentation.
 
-    The texts are topics of Python's documentation (`pydoc_data.topics`), sorted by name. Every
-    second topic is for the base model. All remaining topics are divided into 8 successive parts,
-    one for each client. Return two paths: the file with the texts for the base model, and the
-    folder that has a file for each client.
-    folder: the folder in which both are written.
+    Every second topic is for the base model. All other topics are divided among 8 clients.
+    Return the file for the base model, and the folder with a file for each client.
     """
     from pydoc_data.topics import topics
 

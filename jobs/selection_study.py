@@ -1,14 +1,11 @@
 """Compare rules that select clients, on a fleet with a few very slow devices.
 
-This program makes the page docs/studies/selection.md:
-
     python -m jobs.selection_study run runs/selection
     python -m jobs.selection_study collect runs/selection
     python -m jobs.selection_study page
 
-The command `run` executes 15 runs, and continues if it was stopped. It applies further arguments,
-such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
-docs/studies/selection.json. `page` writes docs/studies/selection.md and selection.png.
+`run` executes 15 runs, with further arguments such as `data.root=DIR` as overrides, and continues
+if it was stopped. `collect` and `page` write docs/studies/selection.json, .md and .png.
 """
 
 from __future__ import annotations

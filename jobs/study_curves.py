@@ -51,13 +51,11 @@ def curves_figure(
 def draw_panel(
     ax: Any, curves_of: dict[str, Sequence[np.ndarray]], cost_label: str, tick_format: str
 ) -> None:
-    """Draw a line and a band for each entry of the legend.
+    """Draw each entry's mean over the seeds as a line, and the range of the seeds as a band.
 
-    The line shows the mean over the seeds, the band the range from the lowest to the highest seed.
     Both are drawn only for costs at which all seeds have a value.
-    ax: the panel.
-    curves_of: maps each name in the legend to the curves of its seeds. A curve is an array
-    [points, 2] of costs, which ascend, and scores.
+    curves_of: maps each name in the legend to the curves of its seeds. A curve is an array [points,
+    2] of costs, which ascend, and scores.
     cost_label: the label of the horizontal axis, which is logarithmic.
     tick_format: the format of the numbers on the horizontal axis, such as "{x:g}".
     """

@@ -1,14 +1,11 @@
 """Compare topologies on clients with different labels, and on clients with rotated images.
 
-This program makes the page docs/studies/topology.md:
-
     python -m jobs.topology_study run runs/topology
     python -m jobs.topology_study collect runs/topology
     python -m jobs.topology_study page
 
-The command `run` executes 36 runs, and continues if it was stopped. It applies further arguments,
-such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
-docs/studies/topology.json. `page` writes docs/studies/topology.md and its two pictures.
+`run` executes 36 runs, with further arguments such as `data.root=DIR` as overrides, and continues
+if it was stopped. `collect` and `page` write docs/studies/topology.json, .md and two pictures.
 """
 
 from __future__ import annotations

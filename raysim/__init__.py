@@ -8,13 +8,9 @@
     )
     raysim.load("runs/first").model()
 
-`run` and `load` return a `Result`, `study` a `StudyResult`, `sweep` a `SweepResult`, and `report` a
-`Report` that compares runs. `build` checks a run without starting it.
-
-To extend raysim, write a subclass of `Method`, `Learner`, `Compressor`, `ModelRecipe`,
-`Partitioner`, `Schedule`, `Selection`, `Fleet`, `Topology`, `Observer` or `Source`. `raysim new
-NAME` writes a package with an example of each of these classes. `raysim.conformance.checks` tests
-an object of such a class.
+`study`, `sweep` and `report` compare runs. `build` checks a run without starting it. `raysim new
+NAME` writes a package with an example of each class that extends raysim, such as `Method`.
+`raysim.conformance.checks` tests an object of such a class.
 """
 
 from __future__ import annotations

@@ -3,17 +3,11 @@
     uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
     uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
 
-`steps` trains a GPT of 3.3 million parameters with adapters of rank 8. It measures jobs of 20
-steps, alternately in a plain PyTorch loop with peft's adapters and in raysim. It prints the median
-CPU seconds of a job in the plain loop and in raysim, for each number format of raysim's frozen
-weights. The plain loop always has frozen weights in float32. `steps` also prints the median ratio:
-raysim's time divided by that of the plain loop. The ratio should be at most 1.05.
+`steps` prints the median CPU seconds of a job for each number format of raysim's frozen weights.
+raysim's time should be at most 1.05 times that of a plain PyTorch loop with peft in float32.
 
-`memory` runs raysim with each number format and with different numbers of workers and clients. For
-each run, it prints the largest memory that all Ray actors (coordinator and workers) together use at
-one time. It also prints the increase over the run with 1 worker and 4 clients, as a multiple of the
-size of the large frozen layers in float32. A memory page that several processes share is counted
-once.
+`memory` prints the peak memory of coordinator and workers together. The increase over 1 worker and
+4 clients is also a multiple of the size of the large frozen layers in float32.
 """
 
 from __future__ import annotations

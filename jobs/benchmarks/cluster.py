@@ -3,12 +3,9 @@
     uv run python -m jobs.benchmarks.cluster --address auto
     uv run python -m jobs.benchmarks.cluster --nodes 2 --workers 4
 
-The benchmark runs the real coordinator, dispatcher and server with workers that do not train. Ray
-is a running cluster (`--address`), several Ray nodes on this machine (`--nodes`), or a local Ray.
-Each round has 8 clients for each worker. Updates return in three ways: a sum from each worker, a
-sum from each node, or one by one. The second way is left out if all workers are on the
-coordinator's node. docs/many_nodes.md estimates the time of a round on a large cluster from these
-measurements.
+The workers do not train. Updates return as a sum from each worker, as a sum from each node, or one
+by one. Sums of nodes are left out if all workers are on the coordinator's node.
+docs/many_nodes.md uses these measurements.
 """
 
 from __future__ import annotations
@@ -59,12 +56,9 @@ _SKIP = 1  # the first rounds, which are not measured
 class ClusterOptions:
     """The Ray cluster on which the benchmark runs, and the sizes of its models.
 
-    address: the address of a running Ray cluster. With None, the benchmark starts Ray on this
-    machine.
-    nodes: the number of Ray nodes that the benchmark starts on this machine. With None, it starts
-    only one node. `nodes` must be None if `address` is set.
-    workers: the number of workers on all nodes together; None means as many as fit, but at
-    most `MAX_WORKERS`.
+    address: a running Ray cluster; None starts Ray on this machine.
+    nodes: Ray nodes that the benchmark starts here; None means one.
+    workers: None means as many workers as fit, but at most `MAX_WORKERS`.
     floats: the number of parameters of each model.
     """
 
@@ -111,11 +105,10 @@ class IdleWorker(ReadyWorker):
 class CountingRuntime:
     """A wrapper of a runtime that counts calls, received arrays, and bytes between nodes.
 
-    `counts` has these numbers:
-    calls: how often the coordinator calls a worker, or asks a node to add up its workers' sums.
+    `counts` has four numbers:
+    calls: the coordinator's calls to workers and nodes.
     arrays: updates and sums that the coordinator has received.
-    down: bytes of versions from the coordinator to other nodes. A large version is sent once to
-    each node with workers. A small version is sent with every call.
+    down: bytes of versions from the coordinator to other nodes.
     up: bytes of updates and sums from other nodes to the coordinator.
     """
 
@@ -145,15 +138,8 @@ class CountingRuntime:
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a Python method of a worker, and return references to the values that it returns.
 
-        Add 1 to `counts["calls"]`. If the worker is not on the coordinator's node, also add to
-        `counts["down"]` the bytes of every `PublishedVersion` in `args`. These are versions of
-        small models. In place of a large version, `args` has a reference from `put`, which has
-        counted the bytes.
-
-        worker: the number of the worker.
-        method: the name of the worker's Python method.
-        args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns.
+        Count the call. If the worker is on another node, also count the bytes of the versions in
+        `args`. A large version is a reference there, and `put` has counted its bytes.
         """
         self.counts["calls"] += 1
         home = self.nodes[worker]
@@ -218,14 +204,12 @@ class RoundCost:
     """The median cost of a round.
 
     floats: the number of floats of the model.
-    way: how updates return, a key of `WAYS`: as sums of workers, as sums of nodes, or one by one.
-    workers, nodes: the numbers of workers and of nodes.
-    calls: the number of calls that the coordinator makes to workers and nodes.
+    way: how updates return, a key of `WAYS`.
+    calls: the number of the coordinator's calls to workers and nodes.
     arrays: the number of updates and sums that the coordinator receives.
-    down: bytes of versions from the coordinator to other nodes.
-    up: bytes of updates and sums from other nodes to the coordinator.
-    cpu, wall: CPU and wall seconds of the coordinator.
-    parts: the coordinator's wall seconds in each part of a round, by the names in `PARTS`.
+    down, up: bytes between the coordinator and other nodes.
+    cpu, wall: seconds of the coordinator.
+    parts: the coordinator's wall seconds in each of `PARTS`.
     """
 
     floats: int
@@ -254,12 +238,8 @@ class Stopwatch:
     def watch(self, owner: Any, name: str, part: str, outer: str = "") -> None:
         """Time a Python method: each later call adds its wall seconds to `seconds[part]`.
 
-        owner: the object that has the method.
-        name: the name of the method.
-        part: the phase of a round to which the seconds are added, such as "add up".
-        outer: "" if no other timed method calls this method. Otherwise the phase of the calling
-        method, whose time contains the time of this method. The seconds are then subtracted from
-        `seconds[outer]`, so that they are counted only once.
+        outer: the part whose time contains the calls of this method, or "". The seconds are
+        subtracted from `seconds[outer]`, so that they are counted only once.
         """
         inner = getattr(owner, name)
 
@@ -317,10 +297,7 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
     """Return a run with a model of about `floats` parameters and 16 clients per worker.
 
     Half of the clients train in each round.
-    workers: the number of workers.
-    way: how updates return to the coordinator. With "updates", each update returns alone, because
-    the run gets a method that needs single updates. With "sums" or "sums of nodes", the run is
-    FedAvg, whose updates can be added up on a worker or a node.
+    way: a key of `WAYS`. With "updates", a method of the run needs single updates.
     """
     case = Case(workers * CLIENTS, (max(1, (floats - 10) // 75),))
     spec = spec_of(case, RunSettings(evaluate=Evaluation(every=10**9)))
@@ -330,12 +307,9 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
 def costs(
     options: ClusterOptions, size: Size, rounds: int, say: Callable[[str], None]
 ) -> Iterator[RoundCost]:
-    """Measure what a round costs, for each model size and each way of returning updates.
+    """Measure what a round costs, for each of `options.floats` and each of `WAYS`.
 
-    `options.floats` has the model sizes. The ways are "sums" (a sum from each worker), "sums of
-    nodes" (a sum from each node) and "updates" (one by one). "sums of nodes" is skipped if all
-    workers are on the coordinator's node.
-    size: the number of workers, and the resources of a worker.
+    "sums of nodes" is skipped if all workers are on the coordinator's node.
     rounds: the number of measured rounds for each cost.
     say: function that gets a text while the benchmark waits for Ray's resources.
     """
@@ -386,12 +360,10 @@ def bench(
 ) -> list[RoundCost]:
     """Measure what a round costs on a Ray cluster; print a table, and write a JSON file.
 
-    There is one cost for each model size and each way of returning updates to the coordinator.
-    Return the list of these costs. The file contains the costs and the options.
-    options: the Ray cluster, and the sizes of the models.
+    Return a cost for each model size and each of `WAYS`.
     out: the path of the JSON file.
     rounds: the number of measured rounds for each cost.
-    say: function that gets the texts to print: a line for each cost, and the table.
+    say: function that prints a text.
     """
     results = []
     with connected_cluster(options) as size:

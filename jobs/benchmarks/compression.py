@@ -2,13 +2,8 @@
 
     uv run python -m jobs.benchmarks.compression W3 W1
 
-W1 trains a CNN on 600 samples of each client. W3 trains an MLP with two hidden layers of 2,700
-units on 32 samples of each client. Both are in `WORKLOADS` in `raysim/commands/bench/loops.py`.
-
-For each compressor, one process alternates runs without compression and runs with the compressor.
-It prints the median CPU times of a round without and with the compressor, and the median increase
-in percent. It also prints how many floats a client sends, in percent of the number of parameters.
-A compressor should add at most 5 % to a round of W1 and 30 % to a round of W3.
+Runs with and without a compressor alternate. The output has the median CPU times of a round, and
+how many floats a client sends. A compressor should add at most 5 % to W1 and 30 % to W3.
 """
 
 from __future__ import annotations

@@ -1,25 +1,20 @@
-"""Compare raysim with Flower's own simulation engine, on workloads and on Flower's programs.
+r"""Compare raysim with Flower's own simulation engine, on workloads and on Flower's programs.
 
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
-Flower's engine needs a separate Python environment, because it needs another version of Ray than
-raysim. This version of Ray does not work with pyarrow 20 or later.
+Flower's engine needs its own Python environment, because it needs another version of Ray.
 
-The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine both run them
-as the app in `flower_app`, with two processes of one thread. Measurements alternate between raysim
-and Flower's engine. Each measurement is the median time of a round, without the first round, in
-which processes start. Each measurement on raysim is divided by the measurement on Flower's engine
-that directly follows it. The result is the median of these ratios.
+W1 and W2 are workloads of `raysim bench`. Both simulators run them in turns with two processes of
+one thread. The result is raysim's time of a round divided by that of Flower's engine (median).
 
     git clone https://github.com/adap/flower checkout
-    uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\
+    uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \
         --checkout checkout quickstart-sklearn fedprox
 
-All other names are programs in Flower's repository, which `flower_programs.py` lists. PACKAGES
-stands for the packages in the programs' pyproject.toml without flwr. Install them in Flower's
-environment, too. Each program runs once per seed on raysim and on Flower's engine. The result is a
-table of accuracies and times.
+All other names are programs in Flower's repository, listed in `flower_programs.py`. PACKAGES are
+the packages in the programs' pyproject.toml without flwr. Install them in Flower's environment,
+too. The result is a table of accuracies and times.
 """
 
 from __future__ import annotations
@@ -93,13 +88,10 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
 def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, object]:
     """Time a workload alternately on raysim and on Flower's engine.
 
-    Return a dictionary with "seconds_per_round", "ratio" and "limit". "seconds_per_round" maps
-    "raysim" and "flower" to the measured seconds. "ratio" is the median of raysim's seconds divided
-    by those of Flower's engine, and "limit" is the largest ratio that is accepted.
-    name: the workload's name, "W1" or "W2".
+    Return "seconds_per_round" for "raysim" and "flower", "ratio" (raysim's seconds divided by those
+    of Flower's engine, median) and "limit", the largest accepted ratio.
     engine: the path of the Python interpreter that has Flower's engine.
-    rounds: the number of rounds of each measurement.
-    blocks: the number of pairs of measurements: one on raysim, then one on Flower's engine.
+    blocks: the number of measurements of each simulator.
     """
     seconds: dict[str, list[float]] = {"raysim": [], "flower": []}
     ours = ["raysim", "flower", "run", ".", f"clients={CLIENTS[name]}", "runtime=local"]

@@ -91,13 +91,11 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True)
 class Program:
-    """A program in Flower's repository: an example or a baseline.
+    """A program in Flower's repository: a Flower app, or an older program.
 
-    A program is a Flower app, or it is older than Flower's apps and calls `start_simulation`.
     folder: the path of the program in the repository.
-    clients: the number of clients.
-    settings: the values of the option --run-config for an app, or the command-line arguments of an
-    older program. {seed} in an argument of an older program stands for the seed.
+    settings: the values of --run-config for an app, or the arguments of an older program, in which
+    {seed} stands for the seed.
     module: the module that starts an older program; "" for an app.
     """
 
@@ -162,11 +160,8 @@ class Measured:
 
 
 def copy_data(source: Path, target: Path, share: float) -> None:
-    """Copy the first rows of the Parquet files and of torchvision's idx files in a folder.
+    """Copy the first rows of Parquet files and of torchvision's idx files.
 
-    Older programs load a data set "owner/name" as "name", so the copy has a link of that name, too.
-    source: the folder with the data sets.
-    target: the folder for the copies.
     share: the share of the rows that are copied, from 0 to 1. Parquet files with fewer than
     `SMALL_ROWS` rows are copied whole.
     """
@@ -422,14 +417,13 @@ def compare_program(
     seeds: Sequence[int],
     share: float,
 ) -> dict[str, list[Measured]]:
-    """Run a program alternately on raysim and on Flower's engine; return the results.
+    """Run a program with each seed on raysim and on Flower's engine.
 
-    The result maps "raysim" and "flower" to a list with a measurement for each seed.
+    Return the measurements of "raysim" and of "flower".
     checkout: a copy of Flower's repository.
     data: the folder of the data sets; None if the programs load them from the internet.
     engine: the path of the Python interpreter that has Flower's engine.
-    seeds: the seeds. The program runs once with each seed on raysim, and once on Flower's engine.
-    share: the fraction of the rows of the data sets in `data` that is used, between 0 and 1.
+    share: the share of the rows in `data` that is used, from 0 to 1.
     """
     program = PROGRAMS[name]
     folder = checkout / program.folder

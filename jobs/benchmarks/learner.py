@@ -2,13 +2,9 @@
 
     uv run python -m jobs.benchmarks.learner
 
-One process alternates two runs. The first run trains with a `Learner` whose `fit` returns the
-parameters unchanged. The second run trains with a function that does nothing, which a method has
-declared with `Setup.train`. The difference of their CPU times is what raysim does for a learner. It
-gathers the samples as arrays, copies the parameters out of the vector and back, and checks the
-parameters that `fit` returns.
-For comparison, the benchmark also prints the time of two plain copies of the parameters. All times
-are CPU times.
+This is the CPU time of a job whose `fit` returns the parameters unchanged, minus that of a job
+whose training function does nothing. The time of two plain copies of the parameters is printed for
+comparison.
 """
 
 from __future__ import annotations

@@ -4,14 +4,10 @@
     python -m venv fedjax && fedjax/bin/pip install fedjax "jax==0.4.38" "jaxlib==0.4.38"
     uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
 
-All three train the workloads of `raysim bench` with FedAvg, from the same parameters and samples.
-raysim and pfl-research have two processes of one thread. FedJAX has one process of two threads. It
-runs with each of its two backends, and its result is that of the faster backend.
-
-The simulators are measured alternately. A measurement is the time of a round: the mean for raysim,
-the median for pfl-research and FedJAX. The first rounds are left out. A ratio is raysim's time
-divided by that of pfl-research or FedJAX. The result is the median ratio over all measurements.
-`jobs.benchmarks.flower_engine` compares raysim with Flower.
+All three train the workloads of `raysim bench` with FedAvg, in turns. raysim and pfl-research have
+two processes of one thread. FedJAX has one process of two threads, and the faster of its two
+backends counts. A measurement is the mean time of a round for raysim, and the median for
+pfl-research and FedJAX. The result is the median ratio of raysim's time to that of each peer.
 """
 
 from __future__ import annotations
@@ -132,12 +128,10 @@ def time_peer(
 ) -> float:
     """Run the benchmark app of another simulator; return the median wall seconds of a round.
 
-    app: the name of the app's file in `peer_apps`.
+    app: a file in `peer_apps`.
     python: the path of the Python interpreter that has the simulator.
-    folder: the workload's folder.
-    rounds: the number of measured rounds. `WARM_UP_ROUNDS` rounds before them are not measured.
-    environments: the additional environment variables of each process. The app is started once for
-    each entry, all at the same time.
+    rounds: the number of measured rounds, after `WARM_UP_ROUNDS` rounds that are not measured.
+    environments: the additional environment variables of each process.
     """
     times = folder / "times.json"
     times.unlink(missing_ok=True)
@@ -180,15 +174,12 @@ def time_fedjax(python: str, folder: Path, rounds: int) -> float:
 def compare(
     name: str, root: str | None, blocks: int, pfl: str | None, fedjax: str | None
 ) -> dict[str, list[float]]:
-    """Measure the simulators alternately; return each simulator's seconds per round.
+    """Measure the simulators in turns; return the measured seconds per round of each simulator.
 
-    The result has a list for each simulator, with the seconds of each measurement. Ray must be
-    running.
-    name: the workload's name.
+    Ray must be running.
     root: the folder of Fashion-MNIST; None downloads it; "" takes random images.
     blocks: the number of measurements of each simulator.
-    pfl, fedjax: the paths of the Python interpreters that have pfl-research and FedJAX; None leaves
-    the simulator out.
+    pfl, fedjax: paths of Python interpreters; None leaves the simulator out.
     """
     from raysim.runtime.ray import start_workers
 

@@ -2,10 +2,8 @@
 
     uv run python -m jobs.benchmarks.planner
 
-The population has a million clients, of which about a thousand are in flight. An event is a dispatch or
-the end of a job. Events are measured for every schedule and fleet, and for the selection Oort.
-Seconds are CPU time, because other programs on the machine change it less than wall time.
-`jobs.benchmarks.scale` runs this benchmark first.
+An event is a dispatch or the end of a job. Of a million clients, about a thousand are in flight.
+Seconds are CPU time. `jobs.benchmarks.scale` also runs this benchmark.
 """
 
 from __future__ import annotations

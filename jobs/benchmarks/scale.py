@@ -2,11 +2,9 @@
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
-The benchmark measures the planner first (`jobs.benchmarks.planner`). Then it runs the real
-coordinator, dispatcher and server, in one process and on Ray, and prints the time and memory of an
-aggregation. `--blocks` is the number of measured aggregations of each case. If an aggregation has
-only one update, 100 times as many are measured. `jobs/README.md` derives from these numbers what
-limits a large cluster.
+`jobs.benchmarks.planner` runs first. `--blocks` is the number of measured aggregations of a case. A
+case whose aggregations have one update has 100 times as many. `jobs/README.md` derives the limits
+of a large cluster from these numbers.
 """
 
 from __future__ import annotations
@@ -51,10 +49,9 @@ SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
 class Case:
     """A setting to measure.
 
-    clients: the number of clients that train at the same time: a cohort, or the clients in flight
-    if `alone` is True.
+    clients: the number of clients that train at the same time.
     widths: the widths of the model's hidden layers.
-    fleet: the option of the group `fleet`, "ideal" or "lognormal".
+    fleet: the option "ideal" or "lognormal".
     ray: True makes the workers Ray actors; False makes them objects in this process.
     alone: True aggregates each update as soon as it arrives, and uses two workers.
     """
@@ -194,14 +191,9 @@ class ManyWorkers:
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call a method of a real worker, and return references to the values that it returns.
+        """Call a method of the real worker `worker` modulo the number of real workers.
 
-        The coordinator sees more workers than there are. The real worker has the number `worker`
-        modulo the number of real workers.
-        worker: the number of the worker that the coordinator wants to call.
-        method: the name of the worker's Python method.
-        args: the arguments of the method.
-        returns: the number of values that the method returns.
+        Return references to the values that the method returns.
         """
         return self._inner.call(worker % self._inner.workers, method, *args, returns=returns)
 
@@ -244,14 +236,8 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 def measure(case: Case, rounds: int) -> AggregationCost:
     """Run the coordinator for a case; return the cost of one aggregation.
 
-    The seconds in the cost are medians over `rounds` aggregations. If `case.alone` is True, each
-    aggregation has only one update and takes little time. The seconds are then means over 100 *
-    `rounds` aggregations.
-    The time of an aggregation is the time since the previous one. The first and the last
-    aggregation of the run are left out. If `case.ray` is True, Ray must be running.
-    case: the setting to measure.
-    rounds: the number of measured aggregations. If `case.alone` is True, 100 times as many are
-    measured.
+    The seconds are medians over `rounds` aggregations. If `case.alone` is True, they are means over
+    100 * `rounds` aggregations. If `case.ray` is True, Ray must be running.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1
@@ -290,14 +276,13 @@ def measure(case: Case, rounds: int) -> AggregationCost:
 
 
 def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[AggregationCost]:
-    """Measure the planner and all cases; print a table, and write the results to `out`.
+    """Measure the planner and all cases; print a table, and write the results to a JSON file.
 
     Return the cost of one aggregation for each case.
-    out: the path of the JSON file for the results.
-    rounds: the number of measured aggregations for each case. A case with only one update in an
-    aggregation has 100 times as many.
-    say: function that gets the texts to print: lines about the planner and each case, and the
-    table.
+    out: the path of the JSON file.
+    rounds: the number of measured aggregations of a case. A case whose aggregations have one update
+    has 100 times as many.
+    say: function that prints a text.
     """
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster

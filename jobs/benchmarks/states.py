@@ -2,15 +2,12 @@
 
     uv run python -m jobs.benchmarks.states --clients 10000
 
-The benchmark has three parts:
-
-1. It writes checkpoints of the workload W1 of `raysim bench`. Then it writes checkpoints of a run
-   with 10,000 clients. Each client of this run has a state of SCAFFOLD for the model of the
-   workload W2. A fixed number of these client states changes before each checkpoint of the run.
-2. It trains 1,000 clients with SCAFFOLD and the model of W2 in two ways. First, all client states
-   are in memory. Then a tenth of them is in memory, and nine tenths are on disk.
-3. It trains `--clients` clients with SCAFFOLD and the model of W2, with at most 1 GiB of client
-   states in memory. All further client states are on disk: 16.5 GB for 100,000 clients.
+1. It writes checkpoints of the workload W1 of `raysim bench`, and of 10,000 clients with states of
+   SCAFFOLD, of which a fixed number changes before each checkpoint.
+2. It trains 1,000 clients with SCAFFOLD and the model of the workload W2: first with all states in
+   memory, then with nine tenths on disk.
+3. It trains `--clients` clients in the same way, with at most 1 GiB of states in memory. The disk
+   must have 16.5 GB for 100,000 clients.
 """
 
 from __future__ import annotations

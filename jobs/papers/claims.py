@@ -1,15 +1,14 @@
 """Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
-A claim says that a method has a higher or a lower score than a second method. Every setting at
-which both methods ran on the same seeds gives a verdict. The verdict follows from the 95 % interval
-(Student's t) of the differences between the two scores on each seed:
+A claim says that a method has a higher or a lower score than a second method. The verdict at a
+setting follows from the 95 % interval (Student's t) of the differences of scores on equal seeds:
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
-    undecided      the interval contains 0, or the two methods have too few seeds in common, or the
-                   differences are equal on all seeds, so that there is no interval, or our runs
-                   of the second method are not trained enough: their accuracy is less than
-                   `TRAINED` times the accuracy in the paper
+    undecided      the interval contains 0 or does not exist, or the accuracy of the second method
+                   is less than `TRAINED` times the accuracy in the paper
+
+There is no interval for too few common seeds or for equal differences.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ class Printed:
     """Two numbers that a paper prints in one column of a table, for two compared methods.
 
     table: the name of the table, such as "fedbr/table1".
-    row: the label of the row with the number of the method `Claim.method`.
-    other_row: the label of the row with the number of the method `Claim.other`.
-    dataset: the name of the data set on which the paper measured both numbers.
+    row, other_row: the labels of the rows of `Claim.method` and of `Claim.other`.
+    dataset: the data set on which the paper measured both numbers.
     column: the title of the column.
     """
 
@@ -78,17 +76,13 @@ class Printed:
 class Claim:
     """A sentence of a paper that compares two methods.
 
-    text: the claim.
-    method: the overrides that select the method which the claim is about, such as
-    "method=fedbr method.fedbr.mu=0".
-    other: the overrides that select the method with which it is compared.
+    method, other: the overrides of the two methods, such as "method=fedbr method.fedbr.mu=0".
     score: the score of our runs that is compared.
     settings: the names of the settings at which we test the claim, the largest setting last.
-    printed: the two numbers that the paper prints; None if it prints none.
-    source: the figure or the equations of the paper that make the claim, such as "Figure 5b". It is
-    "" if the paper prints numbers for the claim, because `printed` names their table.
-    deviations: True if the claim is about the printed standard deviations, False if it is about the
-    printed means.
+    printed: the numbers that the paper prints for the two methods; None if there are none.
+    source: the figure or the equations that make the claim, such as "Figure 5b"; "" if `printed`
+    names a table.
+    deviations: True if the claim is about the printed standard deviations in place of the means.
     higher: True if the paper claims the higher score for `method`, False for the lower one.
     unit: the unit of the score.
     """
@@ -119,10 +113,9 @@ class Claim:
 class Finding:
     """The scores of the two methods of a claim, in our runs at one setting.
 
-    The property `verdict` says whether these scores support or contradict the claim.
     pairs: the scores of `claim.method` and of `claim.other` for each seed that both have.
-    accuracy: the mean accuracy of our runs of `claim.other` in percent. It is compared with the
-    printed accuracy, so it is None if the paper prints no numbers for the claim.
+    accuracy: the mean accuracy of our runs of `claim.other` in percent; None if the paper prints no
+    numbers for the claim.
     """
 
     claim: Claim
@@ -239,12 +232,9 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return the accuracy of a run in percent, to compare it with the accuracy in the paper.
+    """Return the accuracy of a run of `claim.other` in percent, computed as in the paper's table.
 
-    The accuracy is computed as in the paper's table, for example as the mean of the last ten
-    rounds. Return None if the paper prints no numbers for the claim, or if the run has no accuracy.
-    claim: a sentence of the paper that compares two methods, `claim.method` and `claim.other`.
-    run: one of our runs of the method `claim.other`.
+    Return None if the paper prints no numbers for the claim, or if the run has no accuracy.
     """
     if claim.printed is None:
         return None

@@ -41,11 +41,10 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    variant: a text about differences in the hyperparameters of the methods; "" if there are none.
-    setting: a text about all further differences, such as another number of rounds; "" if there are
-    none.
+    variant: the differences in the hyperparameters of the methods, or "".
+    setting: all further differences, such as another number of rounds, or "".
     data: the data set of the run if it is not the paper's; else "".
-    is_stored: True if the run is one of the results that are stored with raysim.
+    is_stored: True if the run is stored with raysim.
     """
 
     run: Run
@@ -59,14 +58,10 @@ class Match:
 class Entry:
     """A number that a paper's table prints, and our runs that are compared with it.
 
-    cell: the printed number.
     command: the command of a run at the paper's setting.
-    score: the rule that computes the score of a run. This score is compared with the printed
-    number.
-    matches: our runs for this number.
-    variant: a text that says how the hyperparameters of the methods differ from the paper, equally
-    in all `matches`. It is "" if they do not differ. It is also "" before `at` has divided the
-    entry. The runs may then differ from the paper and from each other.
+    score: the rule that computes the score of a run.
+    variant: how the hyperparameters of the methods differ from the paper in all `matches`. It is ""
+    if they do not differ, or before `at` has divided the entry.
     """
 
     cell: Cell
@@ -194,17 +189,13 @@ def compare(
 ) -> str:
     """Return a text with the numbers of a paper's table and our scores next to them.
 
-    The runs on a data set may differ in their configurations, for example in the number of rounds.
-    Each configuration has separate text tables. The first tables show the configuration at which
-    the user has runs for the most cells of the paper's table. The text ends with the
-    commands that would compute the missing scores.
-    name: the name of the paper's table, such as "fedbr/table1".
+    Each configuration has text tables of its own. The one at which the user has runs for the most
+    cells comes first. The commands of missing runs come last.
+    name: the name of the paper's table, such as "fedbr/table1". Raise `RefusedError` for an unknown
+    name.
     runs: the user's runs.
-    width: the largest number of characters in a line. Columns that do not fit are printed below.
-    stored: raysim's stored runs. A cell shows the stored runs of a configuration only if the user
-    has no run with this configuration for the cell.
-
-    Raise `RefusedError` for an unknown name.
+    width: the largest number of characters in a line.
+    stored: raysim's stored runs, shown if the user has no run with the same configuration.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
@@ -236,11 +227,9 @@ def compare(
 def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
     """Match our runs with the printed numbers of a paper's table.
 
-    Return a list of entries and a list of texts. There is one entry for each printed number, with
-    our runs that are compared with it. For each run, the texts say to which rows of the paper's
-    table it belongs. They also say how the run differs from the paper's setting.
+    Return one entry for each printed number, and texts that say to which rows each run belongs and
+    how it differs from the paper's setting.
     name: the name of the paper's table, such as "fedbr/table1".
-    runs: our runs.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
@@ -254,11 +243,9 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     """Choose, for each data set of a table, the setting whose runs are shown first.
 
-    This is the setting at which the user's runs fill the most cells of the table. Settings of runs
-    on different data than the paper's are not considered. Return a dictionary from the name of a
-    data set to a text. The text says how the chosen setting differs from the paper's setting. The
-    text is "" if the paper's setting is chosen, or if there are no runs on the data set.
-    entries: the numbers of the table, each with the user's runs and the runs stored with raysim.
+    The user's runs fill the most cells of the table at this setting. Settings on other data than
+    the paper's are not considered. Return a text `Match.setting` for each data set; "" if it has no
+    runs.
     """
 
     # Among settings with equally many cells of the user, the order of this tuple decides.
@@ -318,12 +305,8 @@ def _match(
 ) -> Iterator[str]:
     """Add each run to the entries with which it is compared; yield texts about each run.
 
-    An entry is a number of the paper's table, with the command of a run that would compute it. A
-    run is added to an entry if it has the preset and the methods of this command. For some
-    configuration keys, the run must also have the command's values. These keys distinguish the rows
-    of the paper's tables, and `_row_keys` returns them. Each text says to which table rows a run
-    belongs, and how the run differs from the paper's setting.
-    name: the name of the table, such as "fedbr/table1".
+    A run belongs to an entry if it has the preset, the methods and the values of `_row_keys` of the
+    entry's command. The texts name the table rows, and the differences from the paper's setting.
     """
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, ...], dict[str, str]] = {}
@@ -524,12 +507,9 @@ def _round(run: Run, name: str, threshold: float) -> int | None:
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
     """Return the accuracy, from 0 to 1, that a key of `Cell.rounds_to` means.
 
-    Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
-    key: an accuracy as text, such as "0.80", or a text that begins with `FEDAVG_FINAL`. Such a text
-    means the mean final accuracy of our FedAvg runs.
-    entry: a number of a paper's table. The FedAvg runs for the same column of this table are used.
-    Their final accuracy is read from the column `entry.score.column` of their histories.
-    entries: all entries of the data set of `entry`, among them those with the FedAvg runs.
+    A key that begins with `FEDAVG_FINAL` means the mean final accuracy of our FedAvg runs for the
+    table column of `entry`. The result is None if there are no such runs.
+    entries: all entries of the data set of `entry`.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -547,12 +527,8 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
 
     Return a dash if there is no run, if a run never reaches the accuracy, or if the accuracy is
     unknown.
-    key: a key of `Cell.rounds_to`: the accuracy as text, or a text that means FedAvg's final
-    accuracy.
-    entry: a number of the paper's table, with our runs that are compared with it. The mean is
-    computed over these runs.
-    entries: all entries of the same data set. FedAvg's final accuracy is computed from our runs in
-    the entries of FedAvg.
+    key: a key of `Cell.rounds_to`.
+    entries: all entries of the same data set.
     """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
@@ -572,11 +548,9 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield a text table for each column of the paper's table, and then a legend of the marks.
 
-    The label of a row may end with a mark such as [a]. A mark means that the runs of this row have
-    other method hyperparameters than the paper. The legend lists the differences for each mark.
-    entries: the entries of one data set. An entry has one number of the paper, and our runs for
-    this number. The runs of all these entries have the same `Match.setting`.
-    width: the largest number of characters in a line.
+    A mark such as [a] means that a row's runs have other hyperparameters of the methods than the
+    paper.
+    entries: the entries of one data set, whose runs have the same `Match.setting`.
     """
     variants = sorted({entry.variant for entry in entries} - {""})
     marks = {
@@ -593,12 +567,8 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
     """Yield the columns of a text table that compares printed numbers with our numbers.
 
-    The columns are the printed numbers, our numbers, their differences, additional scores, and the
-    numbers of rounds to reach an accuracy.
-    cells: the entries from one column of the paper's table. Each of them gets a row in the text
-    table.
-    entries: all entries of the data set. If rounds are counted until FedAvg's final accuracy, this
-    accuracy is computed from our runs in the entries of FedAvg.
+    cells: the entries from one column of the paper's table, one for each row.
+    entries: all entries of the data set, among them those of FedAvg.
     """
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]

@@ -4,10 +4,8 @@
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data      draw one, into figures/
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data rounds=100 seed=1
 
-Further arguments are overrides of all runs of the figure. The runs are stored in figures/, or in
-the folder of the option --out. A run that has finished there is not repeated. With --store, the
-numbers are written to jobs/papers/results/figures, and the picture to docs/papers/figures. The
-pages in docs/papers use these files.
+Further arguments are overrides of all runs of the figure. Finished runs in figures/, or in the
+folder --out, are not repeated. --store writes numbers and picture for the pages in docs/papers.
 """
 
 from __future__ import annotations

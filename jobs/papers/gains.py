@@ -26,16 +26,14 @@ RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key includes the
 
 @dataclass(frozen=True)
 class PairedSetting:
-    """Runs of FedAvg and of other methods. The runs differ only in method and seed.
+    """Runs of FedAvg and of other methods that differ only in method and seed.
 
     setting: the settings that are equal in all runs.
-    fedavg: the runs of FedAvg, by seed.
-    others: runs by method and seed, for each method that has at least `MIN_PAIRS` seeds in common
-    with FedAvg.
-    too_few: runs by method and seed, for each method that has fewer seeds in common with FedAvg.
+    others, too_few: the methods with at least `MIN_PAIRS` seeds in common with FedAvg, and all
+    others.
     scores: the scores that all runs in `fedavg` and `others` have, by title.
-    own_method: the name of the method that the paper proposes, such as "fedld". The names of
-    methods with only some of its components begin with this name, such as "fedld_margin".
+    own_method: the paper's method, such as "fedld". Names of methods with some of its components
+    begin with this name.
     """
 
     setting: Setting
@@ -203,13 +201,10 @@ def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
 
 
 def _terms(by_method: RunsByMethod, fedavg: RunsBySeed) -> Iterator[str]:
-    """Yield Markdown: the terms of FedLD's loss decomposition for methods and for FedAvg.
+    """Yield a Markdown table of the terms of FedLD's loss decomposition (equation 2).
 
-    FedLD's equation 2 divides the loss after an aggregation into terms (`evaluate.decompose`). The
-    table has only terms that all its runs measured. Methods that measured them on fewer than
-    `MIN_PAIRS` of FedAvg's seeds are left out.
-    by_method: the runs of methods other than FedAvg.
-    fedavg: the runs of FedAvg, with which the methods are compared on equal seeds.
+    It has only terms that all of its runs measured, and only methods that measured them on at least
+    `MIN_PAIRS` of FedAvg's seeds.
     """
     fedavg = _with_terms(fedavg)
     others = {}

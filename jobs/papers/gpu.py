@@ -1,16 +1,12 @@
-"""Run the papers' studies at full scale on a GPU, in a limited time and without Ray or Hydra.
+"""Run the papers' studies at full scale on a GPU, in limited time, without Ray or Hydra.
 
     python -m jobs.papers.gpu prepare DIR data.root=DATA [NAME...]
     python -m jobs.papers.gpu run DIR [--minutes 25] [--device cuda] [NAME...]
 
-`prepare` needs all dependencies of raysim, and the data sets. For each run it writes a file with
-the run's Python objects, and it copies the data sets. Then DIR can be copied to another machine.
-
-`run` needs only the packages that `raysim bench gpu` needs. It starts or continues the unfinished
-runs in the order of `STUDIES`, and stops after the number of minutes. `python -m
+`prepare` needs all dependencies of raysim. It writes the runs and the data sets to DIR, which can
+be copied to another machine. `run` needs only the packages of `raysim bench gpu`. It starts or
+continues unfinished runs. `jobs/papers/gpu.sh` executes both commands. `python -m
 jobs.papers.results DIR/runs/NAME...` stores finished runs for the papers' pages.
-
-`jobs/papers/gpu.sh` executes `prepare` and then `run`.
 """
 
 from __future__ import annotations
@@ -222,12 +218,8 @@ def _finish(
 ) -> None:
     """Write configuration, history and summary, which complete a run folder.
 
-    rows: the history of the run.
-    end: the event at the end of the run, which has the checksums of the model and the states.
     spec: the run with this machine's device and number of lanes.
-    plan: the dict that `_prepare_run` has stored. This function reads "config" (the configuration),
-    "split" (numbers about the split of the data) and "identity" (hardware and versions of the
-    machine that prepared the run).
+    plan: the dict that `_prepare_run` has stored.
     seconds: the wall time since the run was started or continued.
     """
     config = plan["config"]

@@ -156,11 +156,9 @@ def _results(
 ) -> Iterator[str]:
     """Yield Markdown: our results at one setting next to the numbers of a paper's table.
 
-    table_name: the name of this table without the name of the paper, such as "table1".
-    entries: the numbers that the paper prints in this table, each with our runs at this setting.
-    setting: how our runs differ from the paper's, as text; "" if there is no difference.
-    causes: maps "table1/ROW LABEL", or "table1" for a whole table, to a text. The text says why our
-    numbers differ from the paper's.
+    table_name: the name without that of the paper, such as "table1".
+    setting: how our runs differ from the paper's; "" if there is no difference.
+    causes: maps "table1/ROW LABEL", or "table1", to the reason why our numbers differ.
     """
     shown = [entry for entry in entries if entry.values]
     if not shown:

@@ -51,16 +51,12 @@ class Command:
 class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
-    column: the name of the column of the history from which the score is computed. Some papers
-    print the number of rounds until an accuracy is reached. Our rounds are then counted until this
-    column reaches the accuracy.
-    summary: a function that returns the score. Its arguments are the rows of the history and the
-    name of the column. It returns None if the run does not have the score.
+    column: the history column of the score. Rounds until an accuracy are counted in this column.
+    summary: a function of the rows of the history and the column's name; None means no score.
     factor: the number by which the score is multiplied, such as 100 for percent.
-    spread: a function that returns the deviation within one run, with the arguments of `summary`;
-    None if the paper's table prints no such deviation.
-    additional_columns: maps titles to names of columns in the history. From each of these columns,
-    a further score is computed in the same way and printed, too.
+    spread: a function like `summary` for the deviation within one run; None if the paper's table
+    prints no such deviation.
+    additional_columns: maps titles to further columns, whose scores are computed in the same way.
     """
 
     column: str
@@ -74,19 +70,17 @@ class Score:
 class PaperRuns:
     """A map from the cells of a paper's tables to commands of our runs and to their scores.
 
-    own_method: the name of the method that the paper proposes, such as "fedld". The names of
-    methods with only some of its components begin with this name, such as "fedld_margin".
-    command: a function from a table and a cell to the command of our run.
-    score: a function from a table and a cell to the rule that computes our score. This score is
-    compared with the cell.
-    row_prefixes: the beginnings of certain configuration keys, such as "method.". These keys tell
-    the rows of a table apart. A run is compared with a row only if the run and the row have the
-    same values of these keys.
+    own_method: the paper's method, such as "fedld". Names of methods with some of its components
+    begin with this name.
+    command: returns the command of our run for a cell.
+    score: returns the rule for our score that is compared with a cell.
+    row_prefixes: the beginnings of the configuration keys that tell the rows of a table apart. A
+    run must have a row's values of these keys.
     notes: remarks on our runs, by the name of the table.
-    score_explanation: a text that says which of our scores is compared with the printed numbers.
+    score_explanation: which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
-    gain_score_name: what the scores in `gains` are, such as "the mean of the five best rounds".
-    These words complete the sentence "Gains in points of ...".
+    gain_score_name: completes the sentence "Gains in points of ...", such as "the mean of the five
+    best rounds".
     """
 
     own_method: str

@@ -4,8 +4,7 @@
     uv run python -m jobs.papers.report fedbr/table1          a table with raysim's stored results
     uv run python -m jobs.papers.report fedbr/table1 runs/*   the same with your own runs, too
 
-The papers are fedbr, fedbss, fedld and fraug. If results of a table are missing, the commands that
-would compute them follow below the table.
+The papers are fedbr, fedbss, fedld and fraug. The commands of missing results follow.
 """
 
 from __future__ import annotations

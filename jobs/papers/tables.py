@@ -18,16 +18,16 @@ PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
 class Cell:
     """One printed number of a table.
 
-    methods: the names of the methods; FedAvg, which all of them extend, is left out.
+    methods: the names of the methods without FedAvg.
     variant: the values of the methods' parameters in this row, such as {"tau2": 0.5}.
     printed: the label of the row in the paper; None if the row has none.
-    dataset: the name of the data set, such as "cifar10".
+    dataset: such as "cifar10".
     column: the title of the column in the paper.
     mean: the number with all printed digits.
     deviation: the number after "±"; None if there is none.
-    rounds_to: maps an accuracy to the printed number of rounds until it is reached, such as
-    {"0.80": 828}. A dash in the paper becomes the value None.
-    unit: the unit of the number, such as "percent".
+    rounds_to: the printed number of rounds until an accuracy, such as {"0.80": 828}; None for a
+    dash.
+    unit: such as "percent".
     """
 
     methods: tuple[str, ...]
@@ -59,12 +59,11 @@ class Table:
 
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
-    caption: what the table shows.
-    metric: a text that says which score the table has, and from which rounds it is computed.
+    metric: which score the table has, and from which rounds it is computed.
     deviation_of: what the deviations are taken over, such as "seeds"; "" if the table has none.
-    momentum: maps a data set to the momentum of the local optimizer; {} if it is the same for all
-    data sets or not stated.
-    notes: texts about contradictions and missing information in the paper.
+    momentum: the local optimizer's momentum by data set; {} if it is the same for all or not
+    stated.
+    notes: contradictions and missing information in the paper.
     cells: the printed numbers, in the order of the paper.
     """
 

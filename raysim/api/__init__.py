@@ -1,13 +1,13 @@
 """The interface of methods: hooks, declarations, and the objects that hooks receive.
 
-Shapes are written in brackets; [] is a scalar tensor. Letters in shapes are these numbers:
+Shapes are in brackets; [] is a scalar tensor. Letters in shapes are these numbers:
 
-    B   number of samples in a batch
+    B   samples in a batch
     n   any number of samples
-    C   number of outputs of the model for a sample, such as its classes
-    F   number of features of a sample, which are the inputs of the model's last layer
+    C   outputs of the model for a sample, such as its classes
+    F   features of a sample, which are the inputs of the model's last layer
 
-The flat vector of a run has `layout.total` floats in this order:
+The flat vector of a run has `layout.total` floats:
 
     from 0                to layout.trained   parameters that travel between server and clients
     from layout.trained   to layout.shared    buffers that travel, such as BatchNorm statistics

@@ -23,16 +23,13 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that raysim stores for a client between its jobs.
 
-    Some tensors of the neural networks stay on the client, such as the normalisation layers of
-    FedBN. Their values are in two flat arrays: one of floats, and one of integers. T is the type of
-    these arrays: a tensor on a worker, a NumPy array elsewhere.
+    T is the type of the arrays: a tensor on a worker, a NumPy array elsewhere.
 
-    personal: the floats [layout.personal]: first the parameters, then other floats, such as
-    BatchNorm's running means.
-    counters: the values of all integer buffers that stay on the client, one after another, such as
-    BatchNorm's counts of batches.
-    methods: the client state of all methods, by "method.name", such as "scaffold.control". If
-    optimizers are kept, also their states, by names that begin with "local.kept.".
+    personal: the floats [layout.personal] of networks that stay on the client: first parameters,
+    then buffers such as BatchNorm's running means.
+    counters: all integer buffers that stay on the client, such as BatchNorm's counts of batches.
+    methods: the client state of all methods, by "method.name", such as "scaffold.control". States
+    of kept optimizers have names that begin with "local.kept.".
     """
 
     personal: T

@@ -1,27 +1,25 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
-A client sends a compressed change of the shared parameters to the server ("up"). The server sends
-its compressed step to the clients ("down"). Server and clients then add the same decoded step to
-the current version. BatchNorm statistics and tensors of methods are not compressed.
+Clients send compressed updates of the shared parameters ("up"). The server sends its compressed
+step ("down"), and server and clients add the same decoded step to the version. BatchNorm statistics
+and tensors of methods are not compressed.
 
-Let v be the vector to send, and C(v) the vector that the receiver decodes from the message. Error
-feedback also uses a memory m, which starts at 0:
+Let v be the vector to send, and C(v) the vector that the receiver decodes. The memory m starts at
+0:
 
     none   send v:      the receiver gets C(v)
     ef21   send v - m:  the receiver gets m + C(v - m); the next m is what it gets
     ef14   send v + m:  the receiver gets C(v + m); the next m is v + m - C(v + m)
 
-Sources: ef21 is Algorithm 2 of Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler,
-Theoretically Better, and Practically Faster Error Feedback" (NeurIPS 2021). With direction="both",
-ef21 is EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al. (Interspeech
-2014), as analysed by Karimireddy et al. (ICML 2019).
+Sources: ef21 is Algorithm 2 of Richtarik, Sokolov and Fatkhullin, "EF21" (NeurIPS 2021); in both
+directions EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al.
+(Interspeech 2014), as analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
-- In the papers, v is a gradient. Here v is a client's update after several local steps, or the
-  server's step.
-- In EF21, the server averages the latest decoded vectors of all clients. Here it aggregates only
-  the updates of the clients that took part, with their usual weights.
-- A client's memory changes only when its update is aggregated, like all client state.
+- In the papers, v is a gradient. Here v is a client's update or the server's step.
+- EF21's server averages the latest decoded vectors of all clients. Here it aggregates only the
+  updates of the clients that took part, with their usual weights.
+- A client's memory changes only when its update is aggregated.
 """
 
 from __future__ import annotations
@@ -118,10 +116,9 @@ class Compressor(Method):
     def contraction(self, layout: Layout) -> float:
         """Return f, the number by which decoded values are multiplied under error feedback.
 
-        The default is 1. Let C(v) be the decoded vector for the vector v. The proofs that error
-        feedback converges need |f C(v) - v| < |v| for every v except 0. If C(v) is random, with the
-        mean v and a variance of at most omega |v|^2, return 1 / (1 + omega). The inequality is then
-        true in expectation (EF21, Section 2).
+        Error feedback converges if |f C(v) - v| < |v| for the decoded vector C(v) of every v except
+        0. If C(v) has the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega)
+        (EF21, Section 2).
         """
         return 1.0
 
@@ -130,21 +127,12 @@ class Compressor(Method):
     ) -> Exchange:
         """Send a vector with error feedback: encode it, decode the message, update the memory.
 
-        v is the vector to send, and m is the sender's memory. C(u) is the vector that is decoded
-        from the message for a vector u, multiplied by `contraction`. The setting `feedback` decides
-        what happens:
-
-            ef21   encode v - m; the receiver gets m + C(v - m), which is also the next memory
-            ef14   encode v + m; the receiver gets C(v + m); the next memory is v + m - C(v + m)
-
-        Return the message, the vector that the receiver gets, and the next memory.
-        values: the vector v, [layout.trained]. It may be overwritten.
-        memory: the memory m, [layout.trained]; an empty tensor means that m is 0. It must not be
-        changed.
-        layout: the position of each tensor in the vector.
+        The docstring of `raysim.api.compression` has the formulas. Decoded vectors are multiplied
+        by `contraction`.
+        values: the vector to send, [layout.trained]. It may be overwritten.
+        memory: the sender's memory, [layout.trained]; empty means 0. It is not changed.
         key: a random number below 2^63 for `encode`, a new one for each message.
-        kept: a tensor on the CPU for `encode`. The function `keep` returned it for the sender's
-        last message, or `initial` if there was no message yet.
+        kept: the tensor on the CPU for `encode`, from `keep` or `initial`.
         """
         # A subclass may override this function with a faster one that has the same results. Its own
         # subclasses that override `encode` must then override this function as well.
@@ -254,14 +242,11 @@ class Compressor(Method):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compress a vector; return the vector that the receiver decodes, and the sender's state.
+        """Compress a vector; return the decoded vector and the sender's next state.
 
-        This state is the argument `state` for the sender's next message. Do not change the decoded
-        vector in place, because the state may contain the same tensor.
-
+        Do not change the decoded vector in place: the state may contain the same tensor.
         values: [layout.trained], the vector to send. It may be overwritten.
-        state: the sender's current state. For the first message it is the initial state; after
-        that, it is the state that this function returned for the previous message.
+        state: the state that this function returned for the previous message, or the initial state.
         key: a random number below 2^63, a new one for each message.
         Raise ValueError if the message does not have the size that `words` returns.
         """

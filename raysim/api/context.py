@@ -94,12 +94,9 @@ class WorkerView(Protocol):
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        ctx: the job.
-        name: a name for the copies, which you choose. The first call of a job with this name makes
-        the copies, and later calls return the same copies. All these calls must pass the same
-        `values`.
-        values: the vector [layout.total] to load into the copies. None loads the parameters from
-        which the job's training started.
+        name: a name of your choice. Later calls of a job with the same name return the same copies.
+        values: the vector [layout.total] to load; always the same for a name. None means the
+        parameters from which the job's training started.
         """
         ...
 
@@ -109,12 +106,12 @@ class Batch:
     """A batch as the model receives it, and its original inputs and targets.
 
     inputs: [B, ...].
-    targets: the labels [B, ...], such as int64 [B] for classes, or rows of probabilities [B, C].
+    targets: the labels [B, ...], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: for Mixup, which mixes two samples into each row, a tuple (y1, y2, weight); else None. y1
-    and y2 are the labels of the two samples, and weight is the weight of the first one.
-    rows: the additional inputs that methods passed to `add_rows`, by the name of the method; None
-    if no method added rows.
+    pair: for Mixup, the labels of the two samples of each row and the weight of the first; else
+    None.
+    rows: the additional inputs that methods passed to `add_rows`, by the name of the method, or
+    None.
     """
 
     # Not frozen: a frozen dataclass takes longer to create, and there is a `Batch` for each batch.
@@ -139,18 +136,14 @@ class Batch:
 class Stage:
     """One optimizer step on a batch, with the loss and the parameters of this step.
 
-    By default there is one stage for each batch, which trains the model with the task loss. With
-    `Setup.stages`, a method declares several stages, which follow one another on each batch.
-
-    name: the name of the stage; hooks read it as `job.stage.name`. Stages of different names have
-    different optimizers.
+    name: hooks read it as `job.stage.name`. Stages of different names have different optimizers.
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: a function of a `LocalJob` and of `Outputs` that returns this stage's loss. None uses the
     task loss, to which methods add terms.
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
-    rate: the factor by which the learning rate is multiplied in this stage.
-    modes: maps names of networks or modules to True for train mode and False for eval mode. The
-    modes are set before the step, in the order of the mapping.
+    rate: the factor on the learning rate in this stage.
+    modes: maps networks or modules to True for train mode and False for eval mode. The modes are
+    set in this order, before the step.
     """
 
     name: str = "task"
@@ -170,39 +163,31 @@ class Stage:
 class Context:
     """All data of a job during its training.
 
-    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names, such as
-    "scaffold.control": a method's name, a dot, and the method's short name for the entry.
+    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names:
+    "method.name", such as "scaffold.control".
 
-    trainer: the part of the worker that trains this job.
-    seed: the seed of the run.
-    client: the number of the client.
     participation: the number of this client's jobs that were dispatched before this one.
-    version: the number of the version that the client received. The number counts the aggregations
-    that made this version.
+    version: the number of the received version.
     samples: the number of the client's training samples.
-    rate: the learning rate of this job.
+    rate: the learning rate of this job; `step_factor` is the factor on it in the current step.
     vector: all networks that the job trains, as one flat vector.
     received: [layout.shared], the received version; the update is the change from it.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
-    base: [layout.shared], the parameters from which training starts. They are `received`, unless a
-    method changed them.
+    base: [layout.shared], the parameters from which training starts: `received`, unless a method
+    changed them.
     download: the tensors that the client received with the model.
     state: the client state; entries are replaced and never changed in place.
     upload: the tensors that the client sends with its update.
     report: numbers that become columns of the history; a client does not send them.
-    draws: the random tensors of this job from `Setup.draw`: for each name a sequence with one
-    tensor for each step.
+    draws: the random tensors of `Setup.draw`, one for each step.
     optimizers: the local optimizers, one for each stage.
-    step_factor: the factor on `rate` in the current step (from `Local.step_factors`).
     step: the number of the current batch, from 0.
-    stage: the stage of the current optimizer step.
     kept: the values that methods stored in `LocalJob.scratch`.
     views: the `LocalJob` of each method, by the name of the method.
-    start: the client's personal tensors before the first step. `Context.frozen` loads `base` and
-    these tensors into its copies of the networks.
+    start: the client's personal tensors before the first step.
     plan: the batches of this job; set after the hook `begin`.
-    losses: [steps with the task loss], the loss of each such step without the terms of methods. It
-    is set after the last step, for the hook `end`.
+    losses: the task loss of each step that has one, without the terms of methods; set for the hook
+    `end`.
     """
 
     trainer: WorkerView
@@ -270,11 +255,9 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name for the copies, which you choose. The first call of a job with this name makes
-        the copies, and later calls return the same copies. All these calls must pass the same
-        `values`.
-        values: the vector [layout.total] to load into the copies. None loads the parameters from
-        which the job's training started.
+        name: a name of your choice. Later calls of a job with the same name return the same copies.
+        values: the vector [layout.total] to load; always the same for a name. None means the
+        parameters from which the job's training started.
         """
         return self.trainer.frozen(self, name, values)
 
@@ -415,11 +398,8 @@ class Outputs:
 class Contribution:
     """A client's training samples, from which a method computes arrays before round 0.
 
-    A method calls `Setup.gather(client, server)` with two functions. raysim then calls
-    `client(contribution)` for each client with training samples, with an object of this class.
-
-    client: the number of the client.
-    gather: a function that reads the client's training samples and returns (inputs, labels).
+    raysim passes it to the function `client` of `Setup.gather(client, server)`.
+    gather: a function that reads the samples and returns (inputs, labels).
     generator: a random generator that is used only here, and only for this client.
     num_classes: `Task.num_classes`, which does not count outputs that a method adds to the model.
     """

@@ -2,8 +2,7 @@
 
     python fedjax_app.py FOLDER ROUNDS
 
-`jobs.benchmarks.peers` writes FOLDER and starts this file with a Python that has FedJAX. FedJAX
-runs in one process. The environment variable FEDJAX_BACKEND chooses how this process works:
+`jobs.benchmarks.peers` writes FOLDER and starts this file. Values of FEDJAX_BACKEND:
 
     jit     trains one client at a time, with all threads
     pmap    trains two clients at a time, each on a device with one thread

@@ -86,14 +86,11 @@ class Times(TrainingProcessCallback):
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Train the workload that is stored in a folder, with pfl-research.
+    """Train a stored workload with pfl-research, in one or several processes.
 
-    Several processes can train the workload together; each of them runs this function. Only the
-    first process writes `times.json` into the same folder. This file has the times at the ends of
-    the rounds, and the largest change of a parameter.
-    folder: the folder that `jobs.benchmarks.peers` wrote, with settings, samples and initial
-    parameters.
-    rounds: the number of rounds to train.
+    The first process writes times.json: the times at the ends of the rounds, and the largest change
+    of a parameter.
+    folder: the folder that `jobs.benchmarks.peers` has written.
     """
     torch.set_num_threads(1)
     settings = json.loads((folder / "settings.json").read_text())

@@ -83,10 +83,9 @@ def _most_uneven(local: Sequence[Probe]) -> Probe:
 def features(runs: Runs) -> Sequence[Panel]:
     """Return three panels with the features of a central, a local and the global model.
 
-    The central model is trained on the pooled data of all clients (`method=centralized`). The
-    global model and the local model are from a run of FedAvg. The global model is the version from
-    which the clients train in the last round. The local model is the model that one client then
-    trains: the client with the fewest classes.
+    The central model is trained on the data of all clients. The global model is what the clients
+    receive in FedAvg's last round. The client with the fewest classes trains the local model from
+    it.
     """
     federated = probes(run_with_probes(runs, "method=fedavg"))
     central = probes(run_with_probes(runs, "method=centralized"))[0]
@@ -184,13 +183,11 @@ def pseudo_data(runs: Runs) -> Sequence[Panel]:
 def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     """Return panels about a start model, and about the model that one client trains from it.
 
-    A run of FedAvg begins with the start model and has one round. The client's model is shown as
-    the client trained it, before the aggregation. The client is the one with the fewest classes.
-    The first panel shows the features of the start model, and the second panel the features of the
-    client's model. A third panel shows the mean output of the client's model on classes that the
-    client lacks. There is no third panel if the client has all classes.
-    epochs: the number of epochs of the centralized training that makes the start model. With 0, the
-    start model is the final model of a run of FedAvg over `ROUNDS` rounds.
+    The client is the one with the fewest classes, in a FedAvg run of one round. The panels show the
+    features of both models, and the mean output of the client's model on classes that the client
+    lacks. The last panel is left out if the client has all classes.
+    epochs: the epochs of centralized training that make the start model. 0 takes the final model of
+    FedAvg after `ROUNDS` rounds.
     overrides: overrides of the run with one round.
     """
     if epochs:

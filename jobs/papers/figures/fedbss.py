@@ -33,14 +33,11 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 
 
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
-    """Return two panels of a history column over rounds.
+    """Return two panels of a history column: with uneven labels, and with half of them wrong.
 
-    In the runs of the first panel, the clients' labels are uneven. In those of the second panel,
-    half of the labels are wrong.
-    A panel has a line for each way of training. Clients train on all of their samples, on the half
-    with the lowest losses, or on the half with the highest losses.
-    column: the name of the column of the history. It may contain {}, which is replaced by the name
-    of the method.
+    The lines of a panel are training on all samples, on the half with the lowest losses, and on the
+    half with the highest losses.
+    column: the name of the column, in which {} stands for the name of the method.
     factor: the number by which the values are multiplied.
     y: the label of the vertical axis.
     """
