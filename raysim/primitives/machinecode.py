@@ -19,11 +19,11 @@ _FunctionCache: Any = caching.FunctionCache  # numba has no types
 class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
     """A cache of machine code next to the function's source file, or in numba's cache folder.
 
-    numba itself notices only some changes of the source. This cache also compares constants, plain
-    module-level values and compiler options, so that it never uses code from before their change.
+    Unlike numba's own cache, it also notices changed constants, plain module-level values and
+    compiler options.
 
-    The constructor raises `RuntimeError` if numba finds no folder that can be written. If a later
-    write fails, for example because the disk is full, the next process compiles the function again.
+    Raises `RuntimeError` if numba finds no folder that can be written. If a later write fails, the
+    next process compiles again.
     """
 
     def __init__(self, function: Callable[..., Any], options: object):

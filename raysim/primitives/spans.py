@@ -61,12 +61,13 @@ class Track:
 class Spans:
     """A recorder of the time intervals (spans) of a process.
 
-    whole: kinds of work. While a span of such a kind is open, no other span is recorded.
-    settle: function called before a span closes, to wait for a device that works asynchronously.
-    seconds: the seconds of each kind of work since the last `take`.
-    spans: the first `MAX_KEPT_SPANS` spans since the last `take`.
-    calls: the spans since the last `take` that are not inside another span.
-    count: the number of all spans since the last `take`.
+    whole: kinds of work; while such a span is open, no other span is recorded.
+    settle: called before a span closes, to wait for an asynchronous device.
+    The other fields cover the time since the last `take`.
+    seconds: by kind of work.
+    spans: the first `MAX_KEPT_SPANS` spans.
+    calls: the spans that are not inside another span.
+    count: the number of all spans.
     """
 
     whole: Sequence[str] = ()

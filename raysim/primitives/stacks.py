@@ -72,10 +72,9 @@ def _own_file() -> IO[bytes]:
 def read_stacks(source: StackSource | None) -> str:
     """Return the call stacks of all threads of a process on this machine, as text.
 
-    Return "" if the stacks cannot be read, for example because the process has ended. If the
-    process runs but does not write its stacks, return its state, such as "T (stopped)".
-    source: the process, and the file into which it writes its stacks. None means that the process
-    has no such file; the result is then "".
+    Return "" if they cannot be read. If the process writes no stacks, return its state, such as "T
+    (stopped)".
+    source: the process and its file for stacks; None, for no such file, gives "".
     """
     if source is None or _SIGNAL is None:
         return ""
@@ -139,9 +138,9 @@ def write_stacks(folder: Path, name: str, text: str) -> Path:
 def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
     """Make `kill -USR1` write this process's call stacks to a file during a `with` block.
 
-    If the program already handles the signal SIGUSR1, or the system has no such signal, nothing is
-    changed. When the block ends, the file is removed if it is empty.
-    folder: the run's folder, in which the file is; `stack_file` returns the path of the file.
+    Nothing is changed if the program handles SIGUSR1, or the system lacks it. At the end, an empty
+    file is removed.
+    folder: the run's folder, with the file `stack_file(folder, name)`.
     name: the name of this process, such as "driver".
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:

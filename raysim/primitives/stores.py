@@ -233,11 +233,9 @@ def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) ->
 def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
     """Return a folder on this machine with copies of the needed files of a URL.
 
-    The folder has the name of the last part of the URL, "mine" for s3://bucket/mine. It is removed
-    when this process ends. If the URL is a folder on this machine, nothing is copied, and that
-    folder is returned.
-    is_needed: function that returns True if a file is needed. Its argument is the file's name in
-    the store, such as "folder/file".
+    Its name is the last part of the URL. It is removed when this process ends. A local folder is
+    returned without a copy.
+    is_needed: receives the file's name in the store, such as "folder/file".
     """
     store = open_store(url)
     if isinstance(store, LocalStore):

@@ -1,15 +1,9 @@
 """Store the samples and the scores of each client in tables in the run's folder.
 
-split.parquet has a row for each client and each class of its training samples. The columns are
-client, label (the number of the class) and samples (the number of samples).
-
-clients.parquet has a row for each client. The columns are the client's number, the number of
-training samples, the number of test samples, and the scores in the last evaluation. Some runs also
-have the column `unseen`, which is true for clients that are never trained (`evaluate.unseen`). Some
-have `user`, the name of the client's user, or `replica`, the number of the client's replica.
-
-client_scores.parquet is a folder of Parquet files. They have a row for each round and each client
-that was scored in this round.
+- split.parquet: the number of training samples for each client and class (column `label`)
+- clients.parquet: for each client the numbers of training and test samples, and the scores in the
+  last evaluation. Some runs have the columns `unseen` (`evaluate.unseen`), `user` or `replica`.
+- client_scores.parquet: a folder of Parquet files with a row for each round and scored client
 """
 
 from __future__ import annotations
@@ -169,12 +163,10 @@ def read_users(folder: Path) -> list[str] | None:
 class ScoreWriter:
     """A writer of the clients' scores into the folder client_scores.parquet of a run.
 
-    The folder has one or more Parquet files. A file is full, and the next file begins, once it has
-    at least `SCORES_FILE_ROWS` rows. Only the rows of the newest file are in memory.
+    A file is full once it has `SCORES_FILE_ROWS` rows. Only the newest file's rows are in memory.
 
     folder: the run's folder.
-    rounds: the number of finished rounds: 0 in a new run, and the round of the checkpoint in a
-    resumed run. Stored scores of later rounds are removed.
+    rounds: the number of finished rounds. Stored scores of later rounds are removed.
     """
 
     def __init__(self, folder: Path, rounds: int):

@@ -55,11 +55,10 @@ class Report:
         """Return the table of results: a row for each setting, with means over the seeds.
 
         Most columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down
-        and up together. The column "final_std" is the sample standard deviation of "final" over the
-        seeds. If no setting has several seeds, it is the population standard deviation of the last
-        ten scores. Each setting is compared with the first one that has the same data and split.
-        The column "final_mark" exists if tests were made. It is † for a setting that is
-        significantly better, and ‡ for one that is significantly worse.
+        and up together. "final_std" is the sample standard deviation over the seeds. Without
+        several seeds, it is the population standard deviation of the last ten scores. With tests,
+        "final_mark" is † for significantly better and ‡ for significantly worse than the first
+        setting with the same data and split.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -67,10 +66,10 @@ class Report:
     def thresholds(self) -> pd.DataFrame:
         """Return a row for each target score and setting, with the costs of reaching the score.
 
-        The costs are rounds, bytes, virtual seconds and wall seconds, counted up to the first round
-        that reaches the score. Energy, money and CO2 follow if the fleet has them. A cost that is 0
-        everywhere has no column. Each cost is the mean over the seeds that reach the score. If a
-        setting has several seeds, columns such as "rounds_std" have the sample standard deviations.
+        The costs are rounds, bytes, virtual and wall seconds, and the fleet's energy, money and
+        CO2, up to the first round that reaches the score. They are means over the seeds that reach
+        the score. "rounds_std" and similar columns are sample standard deviations. A cost that is 0
+        everywhere has no column.
         """
         return to_frame(threshold_columns(self.groups, self.view))
 
@@ -79,21 +78,19 @@ class Report:
         """Return the paired tests of settings against their reference settings, a row per test.
 
         The reference is the first setting with the same data and split. A pair is two runs with the
-        same seed, one of each setting.
+        same seed.
 
-        - metric: the number that is compared; it is the name of a column of `results`.
+        - metric: the compared column of `results`.
         - compared, reference: the labels of the two settings.
         - pairs: the number of pairs.
-        - mean, deviation: the mean and the sample standard deviation of the paired differences,
-          compared minus reference.
-        - low, high: the ends of the 95 % confidence interval of the mean difference.
-        - p: the p-value of the paired t-test.
-        - holm: the value of p after Holm's correction for the number of tests of this metric.
-        - wilcoxon: the p-value of Wilcoxon's signed-rank test.
-        - note: why two settings are not tested; "" if they are tested.
+        - mean, deviation: of the differences, compared minus reference; the deviation is the
+          sample's.
+        - low, high: the ends of the mean's 95 % confidence interval.
+        - p, wilcoxon: the p-values of the paired t-test and of Wilcoxon's signed-rank test.
+        - holm: p after Holm's correction for the number of tests of this metric.
+        - note: why two settings are not tested; otherwise "".
 
-        A number is missing (None or nan) if there are too few pairs for it, or if `note` says why
-        there is no test.
+        A number is None or nan if there are too few pairs or no test.
         """
         import pandas as pd
 
@@ -215,25 +212,21 @@ def report(
         comparison.figures["accuracy-round"]
         comparison.write("paper", formats=["pdf"])
 
-    Runs that differ only in their seeds are one setting, which is one row of the tables. Each
-    setting is tested against a reference: the first setting in the tables that has the same data
-    and split.
+    Runs that differ only in their seeds are one setting. Each setting is tested against the first
+    one with the same data and split.
 
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". It may list
-    only some settings. A setting that is not listed comes after the listed settings with the same
-    data and split as its runs. If there are no such listed settings, it comes at the end.
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Settings that
+    are not listed come after the listed ones with the same data and split, otherwise at the end.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
-    thresholds: target scores. The table `thresholds` has the costs of reaching each target score:
-    rounds, bytes and times. () takes target scores from `rounds_to` in the runs' summaries: the
-    highest ones that any run reached, four in the table and two on the HTML page.
-    bold: the rule by which the best value of a column is bold. "best" always makes it bold. "clear"
-    does so only if its distance from the second-best value is larger than both values' standard
-    deviations.
+    thresholds: target scores of the table `thresholds`. () takes the highest reached ones of
+    `rounds_to` in the summaries, four in the table and two on the HTML page.
+    bold: "best" makes the best value of a column bold. "clear" does so only if its distance from
+    the second-best value is larger than both standard deviations.
     width: the width of the figures in inches.
-    warn: function that gets a sentence about skipped folders.
+    warn: gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder does not exist, no folder has a run, a file of a run is broken,
     or a choice does not exist.

@@ -46,10 +46,9 @@ class Axis(NamedTuple):
     """A quantity on the horizontal axis of a panel.
 
     name: the quantity in the names of figures, such as "round" in "accuracy-round".
-    title: the label of the axis.
-    read: function that returns the quantity for a row of the history.
-    unit: "bytes", "seconds", "Wh", "g" (grams), or "" for a quantity without a unit.
-    if_unused: the text that the panel shows in place of curves if all values are 0.
+    read: returns the quantity for a row of the history.
+    unit: "bytes", "seconds", "Wh", "g" (grams), or "".
+    if_unused: the text in place of curves if all values are 0.
     """
 
     name: str
@@ -95,13 +94,10 @@ def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
 def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: int) -> Curve:
     """Return the mean of a column over runs that differ only in their seeds.
 
-    The curve has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times
-    are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has the sample standard
-    deviations over the seeds.
-    label: the name of the curve in the legend.
-    histories: the history of each run.
+    The curve has at most `MAX_POINTS` of the rounds that all runs measured. Traffic and times are
+    means, too. With at least `MIN_PAIRS` seeds, it has sample standard deviations.
     key: the column.
-    index: position of the curve in the plot, which selects its colour and dashes.
+    index: position of the curve in the plot, which selects colour and dashes.
     """
     curves = [curve(label, rows, key, index) for rows in histories]
     by_round = [{row["round"]: (row, y) for row, y in one.points} for one in curves]
@@ -287,11 +283,10 @@ def gap_dashes(
 ) -> tuple[float, tuple[float, float]] | None:
     """Return dashes for a line that covers earlier lines; None if it covers no line.
 
-    The earlier lines can be seen through the gaps between the dashes. The result is matplotlib's
-    pair (offset, (length of a dash, length of a gap)), with lengths in multiples of the line width.
-    points: the points of the new line, a dict from x to y.
-    drawn: for each earlier line, a dict from x to y.
-    tolerance: two y values look the same if their difference is at most this number.
+    The result is matplotlib's (offset, (length of a dash, length of a gap)), in line widths.
+    points: the new line, a dict from x to y.
+    drawn: the earlier lines.
+    tolerance: the largest difference of y values that look the same.
     """
     below = sum(_overlap(points, other, tolerance) for other in drawn)
     return (0.0, (6 / below, 6.0)) if below else None
@@ -343,15 +338,9 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
     """Draw the curves in a plot for each quantity of the horizontal axis, such as rounds.
 
-    Return a tuple for each plot: the label of the horizontal axis, the plot as SVG, and a bool. The
-    bool is False if the HTML page should hide the plot until the reader unfolds it. This is so in
-    two cases:
-    - All curves have almost the same value of the quantity in the same round. The plot then looks
-      like the plot against rounds.
-    - The quantity is wall time, which depends on the machine.
-    There is no plot for a quantity that is 0 at every point of all curves. The plots have no
-    legend, because the HTML page has one legend for all plots.
-    ylabel: the label of the vertical axis.
+    Return for each plot the label of the horizontal axis, the plot as SVG, and whether the HTML
+    page shows it at once. It hides wall time, and plots that look like the plot against rounds. A
+    quantity that is always 0 has no plot. The plots have no legend.
     """
     drawn = []
     for axis in AXES:

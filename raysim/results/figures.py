@@ -1,10 +1,7 @@
 """Draw probes, scores of domains, loss decompositions and the numbers that methods report.
 
-A probe (`evaluate.probe`) compares a client's trained model with the received one, before the
-aggregation, on samples of the central test set. A domain is a group of samples of one origin, such
-as the photos of a data set with photos and sketches. A loss decomposition splits the loss after an
-aggregation into a sum: the local loss, the shift between clients' data, and the effect of the
-aggregation.
+A loss decomposition splits the loss after an aggregation into the local loss, the shift between
+clients' data, and the effect of the aggregation.
 """
 
 from __future__ import annotations
@@ -215,10 +212,9 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the classes that local models predict for samples of unseen classes.
 
-    An unseen class does not occur in the client's training samples. The picture has a panel for
-    each of up to 6 clients, with a bar for each class. The bar of class c is the mean of the
-    probabilities that the client's model predicts for c. The mean is over the probe's samples of
-    the client's unseen classes. If there are no such samples, the picture shows a sentence.
+    An unseen class does not occur in the client's training samples. A panel for each of up to 6
+    clients has the mean predicted probability of each class. Without such samples, the picture
+    shows a sentence.
     """
     outputs = []
     for probe in probes:
@@ -284,17 +280,12 @@ _PROBE_COLUMNS = (
 
 
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of the effects of local training, in three panels over the rounds.
+    """Write a picture of the effects of local training over the rounds, from the run's probes.
 
-    A local model is a client's trained model before the aggregation. A class is unseen if the
-    client has no training samples of it, otherwise seen. The first panel shows the accuracy of the
-    shared model and of the local models. The second panel compares a local model's features with
-    those of the received model. It also compares features of seen classes with features of unseen
-    classes. The third panel shows the outputs of local models on samples of unseen classes.
+    Panels show accuracies, features compared with the received model's, and outputs for samples of
+    classes that the client does not have.
 
     rows: the rows of the history.
-    path: the file to write.
-    title: the title of the picture.
     Returns False, and writes nothing, if the history has no probes.
     """
     if not finite_values([row.get(key) for row in rows for key in _PROBE_COLUMNS]):

@@ -188,11 +188,9 @@ def rounds_to(
 ) -> dict[str, int | None]:
     """Return, for each threshold, the first round whose value reaches it; None if no round does.
 
-    The keys are the thresholds as text with at least two decimals: 0.8 is "0.80". Rounds are
-    counted from 1.
-    values: the scores of the rounds, in order; None for a round that was not scored.
-    higher: True if a higher value is better. A round then reaches a threshold with a value of at
-    least the threshold. If it is False, the value must be at most the threshold.
+    The keys are thresholds as text with at least two decimals, "0.80". Rounds are counted from 1.
+    values: the scores of the rounds; None for a round that was not scored.
+    higher: False if lower values are better; a value then must be at most the threshold.
     """
 
     def first_round(threshold: float) -> int | None:
@@ -226,15 +224,12 @@ def summarise(
 ) -> dict[str, object]:
     """Return the content of `summary.json`.
 
-    The summary has the last value of each column, scores over several rounds such as "best5_mean",
-    and `facts`. The scores over several rounds are computed from the main metric. If this is
-    accuracy:
-    - Scores without a suffix come from the column `accuracy`, measured on the clients' test sets.
-    - Scores with the suffix `_global` come from the column `accuracy_global`, measured on the
-      central test set.
-    - If `accuracy` has no values, the scores of `accuracy_global` have no suffix.
+    It has the last value of each column, scores over several rounds such as "best5_mean", and
+    `facts`. Scores over several rounds come from the main metric on the clients' test sets. With
+    the suffix `_global` they come from the central test set. If clients have no scores, the central
+    ones have no suffix.
 
-    thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
+    thresholds: `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.
     facts: entries of the summary that do not come from the history.
     """

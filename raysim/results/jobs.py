@@ -36,14 +36,12 @@ _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites only the newest file
 class Jobs:
     """The jobs of a run as arrays with one value for each job.
 
-    client: the number of the client.
-    version: the base version, from which the client started.
-    start, finish: the begin and the end of the job in virtual seconds.
-    fate: how the job ended: a position in `FATES`, the names of the possible ends.
-    round: the number of the aggregation for which the update was planned. For a lost or discarded
-    job it is the next aggregation after the job's end. For a job in flight it is the number of the
-    last round plus 1.
-    staleness: the staleness of an aggregated or failed job; 0 for all other jobs.
+    version: the base version.
+    start, finish: in virtual seconds.
+    fate: how the job ended, a position in `FATES`.
+    round: the aggregation for which the update was planned. For a lost or discarded job it is the
+    next one, for a job in flight the last round plus 1.
+    staleness: of an aggregated or failed job; otherwise 0.
     """
 
     client: np.ndarray

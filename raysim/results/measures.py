@@ -24,10 +24,9 @@ def better_direction(
     """Return +1 if a higher value is better, -1 if a lower one is better, 0 if it is unknown.
 
     metric: a key of the summary.
-    is_error: True if a lower score of the runs' main metric is better. It decides the result for
-    scores of the main metric, such as "final" and "best5_mean".
-    lower: the names of the metrics for which a lower score is better.
-    higher: the names of the metrics for which a higher score is better.
+    is_error: True if a lower score of the main metric is better; it decides for scores of the main
+    metric, such as "final".
+    lower, higher: the metrics for which a lower or a higher score is better.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1

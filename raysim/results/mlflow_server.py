@@ -1,11 +1,8 @@
 """Send runs to an MLflow server or database.
 
-The round is the step of MLflow's metrics. Each new connection reads the last round that MLflow has,
-and sends only later rounds. Therefore no round is missing or repeated, even after an interruption.
-
-A study or a sweep is also a run in MLflow, and the parent of its runs. The data set is an input of
-the run, and the trained model an output. The stored model normalises its inputs itself. A user who
-loads it from MLflow therefore passes raw samples, as the data set stores them.
+The round is the step of MLflow's metrics. A new connection sends the rounds after the last one that
+MLflow has, so none is missing or repeated. A study or a sweep is the parent of its runs. The stored
+model normalises its inputs itself, so it takes raw samples, as the data set stores them.
 """
 
 from __future__ import annotations

@@ -67,13 +67,10 @@ class UnitFormat:
     ) -> str:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
-        The prefix fits the first of `unit_of`, `like` and `value` that is not None.
-        value: the number; None, for a missing number, becomes "–".
-        like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean
-        to which it belongs. The text then has as many decimals as the text of the mean. If `like`
-        is None, the text has at most three significant digits, or no decimals.
-        unit_of: a number that decides the prefix: 1000000 gives M. None if `like` or `value`
-        decides it.
+        value: None, for a missing number, becomes "–".
+        like: a mean, whose number of decimals its deviation `value` gets. None gives at most three
+        significant digits, or no decimals.
+        unit_of: a number that decides the prefix in place of `like` or `value`.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -91,13 +88,10 @@ def format_count(
 ) -> str:
     """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
-    The prefix fits the first of `unit_of`, `like` and `value` that is not None.
-    value: the number; None, for a missing number, becomes "–".
-    like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean to
-    which it belongs. The text then has as many decimals as the text of the mean. If `like` is None,
-    the text has at most three significant digits, or no decimals.
-    unit_of: a number that decides the prefix: 1000000 gives M. None if `like` or `value` decides
-    it.
+    value: None, for a missing number, becomes "–".
+    like: a mean, whose number of decimals its deviation `value` gets. None gives at most three
+    significant digits, or no decimals.
+    unit_of: a number that decides the prefix in place of `like` or `value`.
     """
     if value is None:
         return MISSING
@@ -124,13 +118,10 @@ def format_seconds(
 ) -> str:
     """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
-    The unit fits the first of `unit_of`, `like` and `value` that is not None.
-    value: the time in seconds; None, for a missing time, becomes "–".
-    like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean to
-    which it belongs, in seconds. The text then has as many decimals as the text of the mean. If
-    `like` is None, the text has at most three significant digits, or no decimals.
-    unit_of: a time in seconds that decides the unit: 7200 gives hours. None if `like` or `value`
-    decides it.
+    value: in seconds; None, for a missing time, becomes "–".
+    like: a mean in seconds, whose number of decimals its deviation `value` gets. None gives at most
+    three significant digits, or no decimals.
+    unit_of: a time in seconds that decides the unit in place of `like` or `value`.
     """
     if value is None:
         return MISSING
@@ -154,10 +145,9 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    This is the unit that fits the smallest number; signs are ignored. If the largest number is more
-    than `MAX_UNIT_RATIO` times the smallest, return `show`, which chooses a unit for each number.
-    Also return `show` if it writes no units, or if there are no numbers.
-    show: function that formats one number.
+    It is the unit that fits the smallest number. Return `show`, which chooses a unit for each
+    number, if the largest is more than `MAX_UNIT_RATIO` times the smallest. Also return `show` if
+    it writes no units, or without numbers.
     values: the numbers of the column; None, nan and 0 are ignored.
     """
     sizes = [abs(value) for value in finite_values(values) if value]

@@ -87,19 +87,15 @@ ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]
 class CurrentRun:
     """A run while it is running, as its observers see it. Observers must not change it.
 
-    folder: the run's folder on this machine.
     rounds: the planned number of rounds.
     title: the title of the run's pictures.
     facts: the entries of the summary that are not computed from the history.
-    thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
-    rows: the history so far, a row per round, with the earlier rounds of a resumed run.
-    finished: the event `Finished`, which ends the run; None before.
-    profile: how the wall time was spent. It is set just before the end if the run has
-    `profile=true`; otherwise it stays None.
-    pictures: the paths of the pictures that were drawn at the end.
-    config: the configuration of the run, by key.
-    url: the address to which the run's folder is copied, without a password; "" if the folder
-    stays on this machine.
+    thresholds: `rounds_to` in the summary has the first round that reached each of them.
+    rows: the history so far, with the earlier rounds of a resumed run.
+    finished: the event that ends the run; None before.
+    profile: how the wall time was spent; set at the end with `profile=true`, otherwise None.
+    pictures: the paths of the pictures, drawn at the end.
+    url: the address to which the run's folder is copied, without a password; "" for none.
     """
 
     folder: Path
@@ -139,11 +135,10 @@ class CurrentRun:
 class Observer:
     """The base class of observers.
 
-    Override the methods that you need; by default they do nothing. `on_start` is called first. At
-    the end of the run, `on_finish` is called. If an error ends the run after `on_start`, `on_stop`
-    is called in place of `on_finish`. An error in `on_finish` also ends the run: `on_stop` is then
-    called for this observer and all later observers. A run that lost a process calls `on_stop`, and
-    usually starts again with `on_start`.
+    Override the methods that you need; by default they do nothing. A run calls `on_finish` at its
+    end, or `on_stop` if an error ends it after `on_start`. An error in `on_finish` calls `on_stop`
+    for this observer and all later ones. A run that lost a process calls `on_stop`, and usually
+    `on_start` again.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -627,13 +622,10 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """An observer that draws a run's pictures at its end, such as history, jobs and probes.
 
-    Other pictures show replicas, domains and the values that methods report.
-    activity: function that takes a text and returns a context manager. The context manager shows
-    the text while pictures are drawn.
-    network: the server's models (replicas). If there are several, a picture shows them with their
-    links.
-    only_rounds: True draws the history against rounds only; False also against other quantities,
-    such as virtual time.
+    activity: takes a text and returns a context manager that shows the text.
+    network: the server's models; several are drawn with their links.
+    only_rounds: True draws the history against rounds only, not also against virtual time and
+    others.
     """
 
     def __init__(self, activity: ShowActivity, network: Network, only_rounds: bool = False):
@@ -715,17 +707,14 @@ class SummaryFile(Observer):
 class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker, which sends them to MLflow.
 
-    If all clients share one model, the observer also saves the model in MLflow's format, unless
-    `leaves_model` is True.
-    tracker: the object that sends the run to MLflow; with `tracking=none` it does nothing.
-    config: the configuration of the run, by key; MLflow shows it as parameters.
-    tags: MLflow's tags of the run: texts by name.
-    spec: the description of the run, with which the observer builds the model.
-    note: function that prints a line.
-    activity: function that shows a text while the model is saved.
+    If all clients share one model, it also saves the model in MLflow's format.
+    config: MLflow shows it as parameters.
+    tags: MLflow's tags of the run.
+    spec: the description of the run, with which the model is built.
+    note: prints a line.
+    activity: shows a text while the model is saved.
     study: the folder of the study or sweep to which the run belongs; None if there is none.
-    leaves_model: True if `raysim ui` will later make the model in MLflow's format from the run's
-    folder. The observer then does not save the model.
+    leaves_model: True if `raysim ui` will save the model later.
     """
 
     FILES = (

@@ -108,18 +108,16 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class PagePart:
-    """The content of the page below one heading.
+    """The content of the page below one heading, as values for the page's template.
 
-    All entries are values for the page's template.
     title: the heading.
     text: a paragraph below the heading; "" for none.
     tables: the results of `_table`.
     pictures: PNGs.
     plots: rows of SVGs, the results of `_row_of_plots`.
-    folded: more rows of SVGs, by title. The page shows only the title until the reader clicks on
-    it. These SVGs show the same curves as `plots`, with other x axes.
+    folded: more such rows, by title, which the reader can unfold.
     notes: sentences at the end of the part.
-    texts: configurations as text, shown unchanged.
+    texts: configurations.
     """
 
     title: str
@@ -142,14 +140,10 @@ def write_report(
 ) -> Path:
     """Write `report.html` and one PNG for each metric and loss; return the path of the page.
 
-    groups: one group of runs for each setting. A group is one row of the table of results, and one
-    curve in each plot.
-    out_folder: the folder of the page and the pictures.
+    groups: one group of runs for each setting.
     title: the heading of the page; "" uses the name of the only run, or the number of runs.
     sections: additional sections after the table of results.
-    results: a section that replaces the usual table of results, with one row for each group. None
-    keeps the usual table.
-    view: which columns the tables have, and whether scores are shown in percent.
+    results: a section that replaces the usual table of results, with one row for each group.
 
     Raises `ValueError`, before it writes anything, if there is no run or a file of a run is broken.
     """
@@ -298,13 +292,9 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Return the page's section about the costs of reaching target scores.
+    """Return the page's section on the costs of reaching target scores; None if none was reached.
 
-    The costs are the rounds, bytes and times up to the first round that reaches a target score. The
-    target scores are `view.thresholds`. If `view.thresholds` is (), the target scores come from the
-    runs' summaries. The section then has the two highest target scores that any run reached.
-    Return None if no run reached any target score.
-    groups: groups of runs that differ only in their seeds.
+    If `view.thresholds` is (), they are the two highest scores of `rounds_to` that any run reached.
     """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
@@ -322,10 +312,9 @@ def setting_curves(
 ) -> dict[str, tuple[str, str, list[Curve]]]:
     """Return the curves of all settings for each metric and loss that some run has measured.
 
-    The result maps a column of the histories to (title, label, curves). The title says what the
-    column is, and the label belongs to the vertical axis. Each setting with values has one curve.
+    The result maps a column of the histories to (title, label of the vertical axis, curves). Each
+    setting with values has one curve.
     groups: one group of runs for each setting.
-    view: which columns the tables have, and whether scores are shown in percent.
     """
     runs = [run for group in groups for run in group.runs]
     is_percent = share_factor(runs, view.percent) != 1.0

@@ -1,8 +1,7 @@
 """Store probes of local models: one safetensors file for each probed round.
 
-A probe has the outputs and features of a local model before the aggregation, and the features of
-the model that the client received. Both models get the same samples of the central test set,
-equally many of each class if it has enough.
+Both the trained and the received model get the same samples of the central test set, equally many
+of each class if it has enough.
 
 Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figures 2 and 3, and Table 6.
 """

@@ -77,10 +77,10 @@ class Progress:
     """The progress of a run: round, scores, seconds per round, time left and failures.
 
     total: the planned number of rounds.
-    done: the number of rounds that were finished before the run was resumed; 0 for a new run.
+    done: the finished rounds of a resumed run.
     quiet: True shows neither the bar nor lines.
-    console: the terminal or the log; None makes one for the standard output.
-    clock: function that returns a time in seconds; tests replace it.
+    console: the terminal or the log; None prints to the standard output.
+    clock: returns a time in seconds; tests replace it.
     """
 
     def __init__(
@@ -185,16 +185,15 @@ class Progress:
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
-        worker: the number of the worker.
         clients: the names of the clients that the worker trains.
         seconds: the time since the worker's last answer.
         node: name and address of the worker's node; "" if unknown.
-        replaced_after: a worker without an answer for this many seconds is replaced. Infinity means
-        that the run waits forever.
-        node_timeout: None if the worker's node still answers. Otherwise the number of seconds
-        without an answer after which the run counts the node as lost.
-        stacks: the file that shows which code the worker's threads are executing; "" without one.
-        ray_messages: the file for Ray's own messages; "" without one.
+        replaced_after: the seconds without an answer after which the worker is replaced; infinity
+        means never.
+        node_timeout: None if the worker's node answers; otherwise the seconds until it counts as
+        lost.
+        stacks, ray_messages: the files with the worker's call stacks and with Ray's messages; ""
+        without one.
         """
         who = f"worker {worker} on {node}" if node else f"worker {worker}"
         if clients:

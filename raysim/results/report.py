@@ -77,9 +77,8 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
-    thresholds: target scores. The table of costs shows the rounds, bytes and times up to the first
-    round that reaches each target score. () takes target scores from `rounds_to` in the runs'
-    summaries: the highest ones that any run reached, four in the table and two on the HTML page.
+    thresholds: target scores of the table of costs. () takes the highest reached ones of
+    `rounds_to` in the summaries, four in the table and two on the HTML page.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -224,10 +223,9 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
 def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
     """Return a column with one number of each run's summary; None if all runs lack the number.
 
-    A number "rounds_to.0.80" is the first round that reached the score 0.80. If a summary has this
-    key without a number, because the score was not reached, the column still exists.
-    key: the key of the number; dots join the keys of nested entries.
-    percent: True shows the number in percent if it is a score between 0 and 1.
+    A column such as "rounds_to.0.80" also exists if its score was never reached.
+    key: the key of the number; dots join nested keys.
+    percent: True shows scores between 0 and 1 in percent.
     """
     values = [score(run.summary, key) for run in runs]
     is_threshold = any(key in _flat_numbers(run.summary) for run in runs) and ROUNDS_TO in key
@@ -382,15 +380,12 @@ def as_sentence(text: str) -> str:
 def comparison_table(
     groups: Sequence[RunGroup], width: int = 0, view: TableView = USUAL_VIEW
 ) -> str:
-    """Return the comparison as text.
+    """Return the comparison as text, with a row for each setting, or for each run without seeds.
 
-    The table has a row for each run, or for each setting if some runs differ only in their seeds.
-    Options that all runs share are above the table. Lines below the table explain its marks: * for
-    the best value of a column, † and ‡ for significant differences, ± for deviations.
+    Options that all runs share are above the table. Lines below explain its marks.
     groups: one group of runs for each setting.
-    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
-    a block below.
-    view: the choice of columns and units.
+    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed
+    below.
     """
     runs = [run for group in groups for run in group.runs]
     has_seeds = len(groups) < len(runs)
@@ -447,12 +442,9 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    The score of a run is the mean over its five best rounds. The score of a group is the mean over
-    its runs. The group with the best score comes first, followed by all groups with the same data
-    and partition. Then comes the best of the remaining groups, followed by all groups with its data
-    and partition, and so on.
-    Finished and unfinished runs are in different groups. If two runs have the same settings and the
-    same seed, they are in different groups.
+    The group with the best mean of five best rounds comes first, followed by all groups with the
+    same data and partition. Then comes the best remaining group, and so on. Finished and unfinished
+    runs, and runs with equal settings and seed, are in different groups.
     """
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: _rank([run])):
@@ -521,11 +513,9 @@ def arrange_groups(
 ) -> list[RunGroup]:
     """Return groups of runs with new labels and in a new order.
 
-    groups: the groups; the runs of a group differ only in their seeds.
-    labels: a dict from old to new labels; a group whose label is no key keeps its label.
-    order: labels of groups, old or new, in the wanted order. It may list only some groups. The
-    groups that are not listed are inserted one after another. Each is inserted directly after the
-    last group with the same data and partition, or at the end if there is no such group yet.
+    labels: new labels by old label; other groups keep their labels.
+    order: labels, old or new, in the wanted order. Each group that is not listed follows the last
+    group with the same data and partition, or comes at the end.
     Raises `ValueError` if `labels` or `order` has a label that no group has.
     """
     known = [group.label for group in groups]
@@ -559,13 +549,10 @@ def result_columns(
 ) -> list[Column]:
     """Return the columns of the table of results, with a row for each group.
 
-    Numbers are the mean ± the sample standard deviation over the group's seeds. Each group is
-    compared with the first group that has the same data and partition. The test is a paired t-test
-    over the seeds that both groups have.
-    limit: the largest number of threshold columns. A threshold column shows the first round in
-    which runs reached one target score. If runs reached more target scores than `limit`, only the
-    highest ones get columns. `limit` has no effect if `view.columns` names the columns.
-    view: the choice of columns and units.
+    Numbers are mean ± sample standard deviation over seeds. Each group is compared by a paired
+    t-test with the first group that has the same data and partition.
+    limit: the largest number of columns for target scores; the highest reached scores get them. It
+    has no effect with `view.columns`.
     """
     runs = [run for group in groups for run in group.runs]
     columns = [Column("", [group.label for group in groups], key="setting")]
@@ -630,13 +617,12 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
 def _compare_with_first(
     by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
 ) -> list[Difference | None]:
-    """Test each row of a table against the first row with the same data.
+    """Test each row of a table against the first row with the same data, in pairs of equal seeds.
 
-    The test is paired: a pair is the two rows' scores for the same seed. Return a `Difference` for
-    each row. The first row of each data set and a row without any pair get None. Holm's
-    correction counts all tests of the table's column.
+    The first row of each data set and a row without any pair get None. Holm's correction counts all
+    tests.
     by_seed: for each row, a dict from seed to score; None for a seed without a score.
-    blocks: for each row, a value that identifies its data; rows with equal values are compared.
+    blocks: rows with equal values are compared.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -701,16 +687,13 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return the columns of a table with the costs of reaching target scores.
+    """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
-    The table has a row for each target score and group. The costs are the rounds, bytes, virtual
-    seconds and wall seconds up to the first round that reaches the score. Energy, money and CO2
-    follow if the fleet has them. Each cost is the mean ± the sample standard deviation over the
-    seeds that reach the score. Returns [] if no run reached any target score.
-    view: `view.thresholds` lists the target scores. () takes them from `rounds_to` in the runs'
-    summaries, such as 0.80 and 0.90.
-    limit: with () as thresholds, the table has only the `limit` highest target scores that any run
-    reached.
+    A row is a target score and a group. The costs up to the first round that reaches the score are
+    rounds, bytes, virtual and wall seconds, and the fleet's energy, money and CO2. Each is mean ±
+    sample standard deviation over the seeds that reach it.
+    view: with () as `view.thresholds`, the target scores come from `rounds_to` in the summaries.
+    limit: how many of these have rows, the highest reached ones.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

@@ -34,10 +34,8 @@ class SharedModel(nn.Module):
 def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.ndarray] | None:
     """Return a trained model, on the CPU and in eval mode, and an example of its inputs.
 
-    The example has two inputs of zeros, with the shape and dtype of the data set's inputs. Return
-    None if a part of the model is personal, which means that it stays with each client. Also return
-    None if a method trains something without parameters, such as boosted trees.
-    spec: the description of the run, with its networks and data set.
+    The example has two inputs of zeros. Return None if a part of the model is personal, or a method
+    trains something without parameters, such as boosted trees.
     weights: the run's file of weights, such as model.safetensors.
     """
     declarations = declare_run(spec)

@@ -20,16 +20,15 @@ ROUNDING = 1e-9  # a deviation below this share of the values comes from roundin
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences, left - right, with an interval and tests.
+    """The mean of paired differences, left - right, with an interval and two-sided tests.
 
-    A number is None if there were too few pairs for it. If `note` says why there is no test, the
-    interval and the p-values are None.
-    pairs: the number of pairs.
+    A number is None if there were too few pairs for it. Without a test, the interval and the
+    p-values are None.
     deviation: the sample standard deviation of the differences.
-    low, high: the ends of the 95 % confidence interval of the mean.
-    p: the two-sided p-value of the paired t-test.
-    holm: this p-value after Holm's correction for the number of comparisons.
-    wilcoxon: the two-sided p-value of Wilcoxon's signed-rank test.
+    low, high: the ends of the mean's 95 % confidence interval.
+    p: of the paired t-test.
+    holm: p after Holm's correction for the number of comparisons.
+    wilcoxon: the p-value of Wilcoxon's signed-rank test.
     note: why there is no test; "" if there is one.
     """
 

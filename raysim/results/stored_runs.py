@@ -248,14 +248,9 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the configuration keys that distinguish runs, and the number of omitted keys.
 
-    The first result maps a key, such as "local.lr", to a list with the value of each run. It has
-    the keys of `differing_settings`, except omitted keys.
-
-    A key is omitted if it differs only because the runs use different options of a group. Some runs
-    then do not have the key, and all runs that have it use the default value of their option. For
-    example, `partition.alpha` exists only with `partition=dirichlet`. It is omitted if every run
-    with `partition=dirichlet` has the default alpha, because the key `partition` already
-    distinguishes these runs. Keys of methods are never omitted.
+    The first result maps a key of `differing_settings` to a list with the value of each run. A key
+    such as `partition.alpha` is omitted if only some runs have it and all of these use the default:
+    the key `partition` already distinguishes them. Keys of methods are never omitted.
     """
     differing = differing_settings(runs)
     shown = {}

@@ -43,24 +43,19 @@ class FormatNumber(Protocol):
 class Column:
     """One column of a table: a text for each row, and the numbers behind the texts.
 
-    title: the title of the column.
-    texts: the text of each row.
-    scores: the number of each row, or None for a row without a number; empty for a column of texts.
-    better: +1 if the highest score is the best, -1 if the lowest score is the best, 0 if no score
-    is marked.
-    deviations: the standard deviation of each score, over seeds or over the last ten rounds. The
-    rule "clear" of `bold` uses it. None if the scores have no deviations.
-    groups: for each row, the name of its group, or any other value that identifies the group. Only
-    rows of the same group are compared. None means that all rows are one group.
-    show: function that formats a number of this column; None uses four decimals.
-    key: name of the number in a summary; "" for a column that has none.
-    tests: for each row, the paired test against the reference row of its group; None for the
-    reference and for a row that has no seed in common with it. () without tests.
-    bold: the rule by which the best score is marked. "best" always marks it. "clear" compares the
-    best and the second-best score: their distance must be larger than the deviation of each of
-    them, and both deviations must be known. If `deviations` is None, "clear" is the same as "best".
-    incomplete: the positions of rows whose mean leaves out some seeds; they are never marked as the
-    best.
+    scores: the number of each row, or None; empty for a column of texts.
+    better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is marked.
+    deviations: of the scores, over seeds or over the last ten rounds; None if there are none.
+    groups: for each row, a value that identifies its group. Only rows of the same group are
+    compared. None means one group.
+    show: formats a number; None uses four decimals.
+    key: name of the number in a summary; "" if it has none.
+    tests: for each row, the paired test against the reference row of its group; None without a
+    test. () without any tests.
+    bold: "best" always marks the best score. "clear" does so only if its distance from the
+    second-best is larger than both deviations; unknown deviations prevent a mark, unless
+    `deviations` is None.
+    incomplete: rows whose mean leaves out some seeds; they are never marked.
     """
 
     title: str
@@ -255,10 +250,9 @@ _LATEX_MARKS = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    Rows form a group if they are compared with each other (`Column.groups`), usually because their
-    data are the same. The best values of a group are bold. A dagger (†) marks a value that is
-    significantly better than the value in the first row of its group. A double dagger (‡) marks a
-    significantly worse value. A line separates the groups if the rows of each group are neighbours.
+    The best values of a group of compared rows (`Column.groups`) are bold. † marks a significantly
+    better, ‡ a significantly worse value than the group's first row. Lines separate neighbouring
+    groups.
 
     note: a comment above the table.
     """

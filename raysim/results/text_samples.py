@@ -35,12 +35,10 @@ def continue_text(
 ) -> str:
     """Return a prompt followed by the text that a model writes after it.
 
-    The text ends at the end of a document, or after `generate.tokens` new tokens.
-    model: the language model. It maps tokens, int [batch, positions], to logits of the next token
-    at each position, [batch, tokens of the vocabulary, positions].
+    The text ends at the end of a document, or after `generate.tokens` tokens.
+    model: a language model from int [batch, positions] to the next tokens' logits [batch, tokens of
+    the vocabulary, positions].
     length: the number of positions that the model takes.
-    generate: the number of new tokens, and the temperature with which they are drawn.
-    rng: the generator with which tokens are drawn.
     """
     written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
     first = len(written)
@@ -66,14 +64,11 @@ def _draw_token(logits: Tensor, temperature: float, rng: np.random.Generator) ->
 
 
 def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[str]:
-    """Return a text for each prompt.
+    """Return a text for each prompt; without prompts, one text after an empty prompt.
 
     Equal models, settings and seeds give equal texts.
-    spec: the description of the run, with its data set, its seed and its number of threads.
-    model: the language model. It maps tokens, int [batch, positions], to logits of the next token
-    at each position, [batch, tokens of the vocabulary, positions].
-    generate: the prompts, the number of new tokens, and the temperature with which they are drawn.
-    If there are no prompts, one text is written after an empty prompt.
+    model: a language model from int [batch, positions] to the next tokens' logits [batch, tokens of
+    the vocabulary, positions].
     """
     dataset = spec.data.open()
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)

@@ -129,14 +129,12 @@ def draw_svg(
 ) -> str:
     """Return a drawing as an SVG for a page.
 
-    The colours of curves (`LIGHT`) and of text (`INK`) become CSS variables, so that the page can
-    change them in its dark mode.
+    The colours `LIGHT` and `INK` become CSS variables, for the page's dark mode.
 
-    draw: function that draws on given axes.
     about: a description for readers who cannot see the drawing.
     size: width and height in inches; the page may scale the drawing.
-    has_plain_labels: True uses margins of a fixed width, which suits numbers at the ticks and one
-    label on the horizontal axis. False lets matplotlib measure all texts, which takes longer.
+    has_plain_labels: True uses margins of a fixed width, for numbers at the ticks and one label
+    below. False measures all texts, which takes longer.
     """
     import matplotlib
     from matplotlib.figure import Figure

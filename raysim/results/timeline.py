@@ -39,13 +39,7 @@ _UNUSED = {
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write the picture of a run's timeline; return True if it was written.
 
-    Write nothing if `has_events` is False, because all rounds then look alike. It is False if no
-    job was stale, lost, discarded or failed, and clients waited at most half of the time for each
-    other. It is also False if jobs take no virtual time.
-    jobs: the jobs of the run.
-    rows: the history.
-    path: the file to write.
-    title: the title of the picture.
+    Write nothing if `has_events` is False, because all rounds then look alike.
     """
     is_drawn = has_events(jobs)
     if is_drawn:
@@ -140,10 +134,8 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     """Choose the clients that the timeline's picture shows: the fastest, random and slowest ones.
 
-    Return three pairs of a name and an array of clients. The names are "fastest", "random" and
-    "slowest". In each array, faster clients come first. If there are few clients, return one pair
-    with the name "" and all clients. Equal jobs always give the same random clients.
-    jobs: the jobs of the run, from which the speed of each client is computed.
+    Return three pairs of a name, such as "fastest", and an array of clients, faster ones first. If
+    there are few clients, return one pair of "" and all clients. The choice is reproducible.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
     # A lost job ends early, so it does not show how fast the client is. It counts only if the
@@ -246,13 +238,12 @@ def _name_clients(ax: Axes, groups: Sequence[tuple[str, np.ndarray]]) -> None:
 
 
 def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
-    """Draw a bar for each job.
+    """Draw a bar for each job; its colour shows the staleness of an aggregated job.
 
-    The bar of an aggregated job has a colour that shows the staleness. The bar of another job is
-    pale, and the marker at its end shows how the job ended: lost, discarded or failed.
+    Other bars are pale, and a marker shows how the job ended.
     y: for each job, the position of its client on the vertical axis.
-    size: the virtual seconds of one unit of the horizontal axis, such as 60 if it shows minutes.
-    low, high: the start and the end of the shown period in virtual seconds.
+    size: the virtual seconds of one unit of the horizontal axis.
+    low, high: the shown period in virtual seconds.
     """
     from matplotlib.collections import PolyCollection
 

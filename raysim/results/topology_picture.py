@@ -147,13 +147,10 @@ def _draw_servers(
     positions: np.ndarray,
     rows: Sequence[Row],
 ) -> None:
-    """Draw each replica's links to clients and its name.
+    """Draw each replica's links to clients and its name, the links between replicas, and traffic.
 
-    If the replicas have schedules of their own, also write the traffic of each in megabytes. If
-    they exchange, draw their links and write the traffic of all exchanges.
-    network: the replicas, and which of them serves each client.
-    replicas: the position of each replica in the picture, [replicas, 2].
-    positions: the position of each client in the picture, [clients, 2].
+    replicas, positions: the positions of replicas and clients in the picture, [replicas, 2] and
+    [clients, 2].
     rows: the history, from which the traffic is read.
     """
     from matplotlib.collections import LineCollection

@@ -1,9 +1,8 @@
 """Store runs for MLflow, and send them to a server or, on request, to a local database.
 
-Without `tracking.uri`, a run only writes files into its folder. The command `raysim ui` later sends
-the run to an SQLite file next to this folder. This saves time, because importing MLflow takes
-longer than a short run. With `tracking.uri`, a thread of the run sends each row at once. Rows that
-the server does not accept are sent later.
+With `tracking.uri`, a thread of the run sends each row at once, and later those that the server did
+not accept. Otherwise `raysim ui` sends the run to an SQLite file next to the run's folder, because
+importing MLflow takes longer than a short run.
 """
 
 from __future__ import annotations
@@ -82,13 +81,11 @@ class NoTracker:
 class StoredTracker:
     """A tracker that keeps a run in its folder, from which `raysim ui` sends it to MLflow.
 
-    This class does not import MLflow. Rows of the history are kept in the backlog file until they
-    are in history.parquet.
+    It does not import MLflow. The backlog file keeps rows that are not yet in history.parquet.
 
-    folder: the run's folder.
-    experiment: the name of the experiment in MLflow to which the run belongs.
+    experiment: the name of the experiment in MLflow.
     name: the name of the run in MLflow; "" uses the name of the folder.
-    say: function that prints one sentence.
+    say: prints one sentence.
     """
 
     def __init__(
@@ -196,14 +193,12 @@ class StoredTracker:
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Record the end of the run, and wait until the tracker has finished its work.
+        """Record the end of the run, as `end` does; wait until the tracker has finished its work.
 
-        The last rows and the summary are written into the run's folder; `Tracker` also sends them.
-        artifacts: the files to upload to MLflow. This class stores only their paths; `raysim ui`
-        uploads the files later.
+        artifacts: the files to upload to MLflow.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if `raysim ui` must still make the model in MLflow's format. None if the
-        folder already has a model in this format, or if the run has no shared model.
+        model: `PENDING` if `raysim ui` must still make the model in MLflow's format; otherwise
+        None.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -219,8 +214,8 @@ class StoredTracker:
 
         artifacts: the files that `raysim ui` uploads to MLflow later; only their paths are stored.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if `raysim ui` must still make the model in MLflow's format. None if the
-        folder already has a model in this format, or if the run has no shared model.
+        model: `PENDING` if `raysim ui` must still make the model in MLflow's format; otherwise
+        None.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -269,17 +264,14 @@ class StoredTracker:
 class Tracker(StoredTracker):
     """A tracker that sends a run to MLflow from another thread.
 
-    folder: the run's folder.
-    uri: the address of MLflow's server or database; "" uses the SQLite file next to the folder.
-    experiment: the name of the experiment in MLflow to which the run belongs.
-    name: the name of the run in MLflow; "" uses the name of the folder.
-    say: function that prints one sentence. It is called from another thread.
-    patience: the most seconds to wait for MLflow at the end of the run.
-    command: the command that has started the run, such as "raysim run". If rows were not sent, a
-    message tells the user to resume the run with this command.
-    connect: function that returns a connected server of MLflow, given its address.
-
     No method raises an error because of MLflow, its server or its database.
+
+    uri: the address of MLflow's server or database; "" uses the SQLite file next to the folder.
+    name: the name of the run in MLflow; "" uses the name of the folder.
+    say: prints one sentence, called from another thread.
+    patience: the most seconds to wait for MLflow at the end of the run.
+    command: the command that a message names to resume the run if rows were not sent.
+    connect: returns a connected server of MLflow, given its address.
     """
 
     def __init__(
@@ -360,11 +352,10 @@ class Tracker(StoredTracker):
     ) -> None:
         """Tell the sending thread that the run has ended; do not wait until everything is sent.
 
-        The thread sends the remaining rows, the summary and the files to MLflow.
         artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if `raysim ui` must still make the model in MLflow's format. None if the
-        folder already has a model in this format, or if the run has no shared model.
+        model: `PENDING` if `raysim ui` must still make the model in MLflow's format; otherwise
+        None.
         """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
@@ -468,12 +459,10 @@ def make_tracker(
 ) -> StoredTracker:
     """Return a tracker that sends a run to an address, or one that only stores the run.
 
-    folder: the run's folder.
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
-    say: function that prints one sentence.
-    command: the command that has started the run, such as "raysim run". If rows were not sent, a
-    message tells the user to resume the run with this command.
+    say: prints one sentence.
+    command: the command that a message names to resume the run if rows were not sent.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)
@@ -489,13 +478,10 @@ def replay(
 ) -> bool:
     """Send the missing rows of the run in a folder; return True if nothing is left to send.
 
-    A server that does not have the run yet gets all rows of the history. Nothing is sent if the run
-    was not tracked. Nothing is sent either if its record says that everything was sent, and no
-    unsent rows are stored.
-    folder: the run's folder.
+    An untracked run sends nothing. If MLflow cannot be used, `say` gets the reason.
     uri: the address of the server; "" takes the SQLite file next to the run's folder.
-    say: function that prints one sentence.
-    connect: function that returns a connected server.
+    say: prints one sentence.
+    connect: returns a connected server.
     """
     folder = Path(folder)
     record, backlog = read_record(folder), read_backlog(folder)
@@ -530,12 +516,9 @@ def replay(
 def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: bool) -> None:
     """Send a stored run to MLflow: the rows that the server lacks, and the end of an ended run.
 
-    The files of a run in progress are only read, because the run's process writes them.
-    folder: the run's folder.
-    record: what `read_record(folder)` returned: the facts about the run that MLflow needs.
-    server: a connected MLflow server.
+    The files of a run in progress are only read. Errors of the server are raised.
+    record: the result of `read_record(folder)`.
     is_open: True if `server.open` was already called for this run.
-    Raises whatever error the server raises.
     """
     run_id = record.get("run_id") if is_open else server.open(record, folder)
     if not is_open:

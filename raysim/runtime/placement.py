@@ -37,15 +37,12 @@ class RayOptions:
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
-    wait: the most seconds to wait for resources that other runs use. If the cluster is too small,
-    `wait` also limits the time to wait for new nodes. None waits for other runs without a limit,
-    but does not wait for new nodes.
-    preflight: True measures the memory of one job before the run; False does not measure it. None
-    measures it only if raysim must choose how many workers share a GPU. Trials of a sweep measure
-    nothing.
-    combine: True lets each node add up the sums of its workers before it sends them to the
-    coordinator; False sends every sum. None means True for models of at least 262,144 floats.
-    Results are bit-identical in all cases.
+    wait: the most seconds to wait for resources that other runs use, or for new nodes if the
+    cluster is too small. None waits for other runs without a limit, but not for new nodes.
+    preflight: True measures the memory of one job before the run. None does so only if raysim must
+    choose how many workers share a GPU. Trials of a sweep measure nothing.
+    combine: True lets each node add up the sums of its workers; False sends every sum to the
+    coordinator. None means True for models of at least 262,144 floats. Results are bit-identical.
     mixed: True allows processes with different hardware or software, so that a repetition may not
     be bit-identical.
     """
@@ -202,14 +199,11 @@ def choose_size(
 ) -> Size:
     """Return the number of workers and their resources.
 
-    The number is `runtime.workers`. If this setting is None, as many workers as fit on the nodes
-    are used, but at most `most`.
-    options: the settings `runtime.*`.
+    The number is `runtime.workers`, or as many as fit on the nodes, but at most `most`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.
-    most: the number of clients in flight at once; more workers would never have work.
-    Raises NoRoomError if fewer workers fit than `runtime.workers`, or not even one worker. The text
-    of the error says what is missing and what to change.
+    most: the number of clients in flight at once.
+    Raises NoRoomError if fewer workers fit than `runtime.workers`, or none.
     """
     capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1

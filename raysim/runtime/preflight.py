@@ -59,14 +59,12 @@ def memory_use(device: str) -> tuple[int, int]:
 
 
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
-    """Train and score the largest client in this process, and measure the memory of this work.
+    """Train and score the largest client in this process; return the measured memory.
 
-    Return the measured memory, together with the memory that workers can use. With several lanes, a
-    copy of this client is trained in each lane. The measurement takes one round, or two rounds if
-    the run records steps (`runtime.graph`).
-    spec: the description of the run.
-    read: function from the name of the device to two numbers of bytes: the peak memory of this
-    process, and the memory that workers can use.
+    With several lanes, each trains one client of this size.
+    The result also has the memory that workers can use.
+    read: maps the name of the device to the peak memory of this process and the memory that workers
+    can use, in bytes.
     """
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))

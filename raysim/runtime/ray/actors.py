@@ -100,11 +100,9 @@ def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.Objec
 def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
     """Return the run; its data set's path is changed to a path that exists on this node.
 
-    If the present path exists on this node, or `content` is [], the run is returned unchanged.
-    Otherwise the first process of the node that calls this function writes the file. All processes
-    of the node use this file.
-    content: a list with a reference to the content of the file, as `store_dataset` returned it; []
-    if all processes of the run are on one node.
+    If the path does not exist, the node's first process writes the file for all its processes.
+    content: a list with a reference to the content of the file; [] if all processes of the run are
+    on one node, which changes nothing.
     """
     path = spec.data.dataset_path
     if not content or path.exists():
@@ -210,10 +208,6 @@ class NodeAdder:
 class RayCoordinator:
     """The actor that runs a `Coordinator`.
 
-    spec: the run.
-    schedule: when clients are dispatched and their updates are aggregated.
-    fleet: the rule that draws the clients' devices.
-    runtime: the workers.
     folder: where the model and the checkpoints are written; "" writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     content: a list with a reference to the content of the data set's file; [] if all processes of
@@ -296,20 +290,17 @@ class RayCoordinator:
 class RayRuntime:
     """A `Runtime` whose workers are Ray actors and whose values are in Ray's object store.
 
-    workers: the number of workers.
-    start: function that starts the actor of a worker, given its number.
+    start: starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
-    coordinator_node: Ray's identifier of the coordinator's node. In this class nodes have numbers;
-    this node has the number 0.
-    combine_from: if the model has at least this number of floats, each node adds up the sums of its
-    workers. Infinity means that every sum is sent to the coordinator.
+    coordinator_node: Ray's identifier of the coordinator's node, which has the number 0 in this
+    class.
+    combine_from: in models of at least this number of floats, each node adds up the sums of its
+    workers. Infinity sends every sum to the coordinator.
     actors: the running actors of the workers; if it is empty, `start` starts them.
-    participants: the identities of the run's processes, with which a new worker is compared. None
+    participants: the identities of the run's processes, with which a new worker is compared; None
     compares nothing.
-    identify: function that starts a substitute process in a worker's bundle, given the worker's
-    number. It returns a reference to the substitute's identity. The worker and the substitute have
-    the same node and software. The function is used if a worker died before it reported its
-    identity. None leaves this identity unknown.
+    identify: starts a substitute process in the bundle of a worker that died before it reported its
+    identity, and returns a reference to the substitute's. None leaves it unknown.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -696,9 +687,6 @@ class RayRuntime:
     def meet_workers(self, timeout_s: float, *processes: Identity) -> None:
         """Wait until all workers are ready, and compare their identities with the driver's.
 
-        An identity is the hardware and software on which the bits of results depend. The driver is
-        the process that the user has started.
-        timeout_s: the most seconds to wait.
         processes: the identities of other processes of the run, which are compared, too.
         Raises ProcessLostError if a worker does not start in time.
         Raises UnequalWorkersError if results of a process would not be bit-identical to the
@@ -721,10 +709,8 @@ class RayRuntime:
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
         """Compare the identity of a worker that replaces a dead one with the driver's identity.
 
-        An identity is the hardware and software on which the bits of results depend. The driver is
-        the process that the user has started.
         answer: a reference to the new worker's identity.
-        Raises RunStoppedError if the results would not be bit-identical to the driver's, unless
+        Raises RunStoppedError if the results would not be bit-identical, unless
         `runtime.mixed=true`.
         Raises WorkerDiedError if the worker is lost with its node.
         """
@@ -818,22 +804,20 @@ def start_workers_in(
 ) -> RayRuntime:
     """Start workers in the bundles of a placement group, all at the same time.
 
-    group: the placement group. Bundles are counted from 0. Bundle 0 belongs to the coordinator,
-    bundle 1 to worker 0, bundle 2 to worker 1, and so on.
-    size: the number of workers and the resources that each of them reserves.
+    group: bundle 0 belongs to the coordinator, bundle 1 to worker 0, bundle 2 to worker 1, and so
+    on.
+    size: the number of workers and the resources of each.
     name: the beginning of the actors' names in Ray.
-    options: the settings `runtime.*`.
     kind: the class of the workers.
-    spec: the run. It stays in the object store, for workers that replace dead ones.
-    content: a list with one reference, to the bytes of the data set's file. Nodes without this file
-    receive these bytes. [] if all processes of the run are on one node.
+    spec: the run, which stays in the object store for workers that replace dead ones.
+    content: a list with a reference to the bytes of the data set's file; [] if all processes of the
+    run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
-    participants: the identities of the run's processes. The identity of each worker is compared
-    with the driver's (the process that the user has started). None compares nothing.
-    packages: the packages whose versions are part of an identity.
-    device: the device of the workers, which is part of an identity; "" means none.
-    most: the largest number of workers at a time, if further workers may start during the run; 0 if
-    none may start.
+    participants: the identities of the run's processes. Each worker is compared with the driver.
+    None compares nothing.
+    packages, device: the packages with versions, and the device, that are part of an identity; ""
+    means no device.
+    most: the largest number of workers at a time; 0 if none may start during the run.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)
