@@ -1,10 +1,10 @@
 """Assign jobs to workers.
 
-The assignment does not change any result. It only decides how busy each worker is.
+The assignment does not change any result; it only decides how busy each worker is.
 
-A unit is a sequence of jobs that are trained by one worker. It is either the jobs of one client, or
-a group of jobs whose updates are summed by that worker. The work of a unit is its number of
-samples; a sample that makes only a forward pass counts 1/3.
+A unit is a sequence of jobs that one worker trains: the jobs of one client, or a group of jobs
+whose updates that worker adds up. The work of a unit is its number of samples. A sample that makes
+only a forward pass counts 1/3.
 """
 
 from __future__ import annotations
@@ -63,22 +63,19 @@ def assign_units(
 ) -> list[int]:
     """Choose a worker for each unit; return the positions of these workers in `loads`.
 
-    A unit is a sequence of jobs of one client. The home of a client is the worker that has the
-    client's state, or that trains the job which will make this state. A unit goes to a worker by
-    the following rules:
+    A unit goes to its client's home (`StateHome`) if the home is still making the client's state.
+    Otherwise it goes to the first of these workers whose load stays below a limit:
 
-    - If the home is still making the client's state, the unit goes to the home.
-    - If the home has the state, the unit goes to the home, unless the home would be too busy. Too
-      busy means: its load would be more than `MAX_SLOWDOWN` times the fair load. The fair load is
-      the mean load of all workers after all units are assigned.
-    - If the home would be too busy, the unit goes to a worker on the home's node. This is the least
-      loaded worker there, unless it would be too busy, too.
-    - Otherwise, or if the client has no home, the unit goes to the least loaded worker of all.
+    1. the client's home,
+    2. the least loaded worker on the home's node.
 
-    units: one unit for each client, the units with the most samples first.
+    If there is no such worker, the unit goes to the least loaded worker of all. The limit is
+    `MAX_SLOWDOWN` times the mean load after all units are assigned.
+
+    units: the jobs of each client; the units with the most samples come first.
     loads: for each worker, the number of samples that it must already train.
     nodes: for each worker, the number of its node.
-    home_of: function that returns the `StateHome` of a client, or None if the client has no home.
+    home_of: function that returns a client's home; None if it has none.
     """
     loads = list(loads)
     fair_load = MAX_SLOWDOWN * (sum(loads) + sum(map(total_work, units))) / len(loads)
@@ -110,17 +107,13 @@ def assign_groups(
 ) -> list[list[Job]]:
     """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A worker that trains a whole group returns one sum of the group's updates. Therefore groups are
-    split only if a worker would have a load above a limit. The limit is `MAX_SLOWDOWN` times the
-    largest load of a worker if all groups were split into single jobs. To compute this load, each
-    job goes to the worker with the smallest load, and the jobs with the most samples come first.
-    groups: sequences of jobs, in the order in which they are aggregated. The updates of a group are
-    a subtree of the summation tree.
+    A worker returns one sum for a whole group. A group is split only if a load would be above a
+    limit: `MAX_SLOWDOWN` times the largest load with single jobs instead of groups.
+    groups: jobs whose updates are a subtree of the summation tree, in the order of aggregation.
     loads: for each worker, the number of samples that it must already train.
     nodes: for each worker, the number of its node.
-    keeps_nodes: True assigns groups first to nodes, and then to the workers of each node. Then a
-    node can add up the sums of its workers. False assigns groups to workers directly. So does True
-    if the loads cannot be kept below the limit in this way.
+    keeps_nodes: True assigns groups to nodes first, so that a node can add up the sums of its
+    workers. If this exceeds the limit, groups are assigned to workers directly.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -142,15 +135,13 @@ def assign_consecutive_jobs(
 ) -> list[list[Job]]:
     """Divide a list of jobs into consecutive ranges, so that workers get about equal loads.
 
-    Return the jobs of each worker: one range, which may be empty. Use this if workers train in
-    lanes. A range can end after any job, while `assign_groups` keeps groups whole. Therefore loads
-    differ less, but workers send more sums of updates. That costs little, because only small models
-    are trained in lanes.
+    Return the range of each worker; it may be empty. This is for workers that train in lanes. Loads
+    differ less than with `assign_groups`, but workers send more sums.
 
     jobs: the jobs, in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
-    nodes: for each worker, the number of its node. All jobs of a node's workers also form one
-    consecutive range.
+    nodes: for each worker, the number of its node. The jobs of a node's workers are consecutive,
+    too.
     """
     works = [job.work for job in jobs]
     level = _equal_load(sum(works), loads)
@@ -232,10 +223,9 @@ class _Unit(NamedTuple):
 class _Shares(NamedTuple):
     """A division of units among receivers: all receivers are workers, or all are nodes.
 
-    A unit is a tuple of jobs that one receiver trains together.
     units: for each receiver, the units that it gets.
-    loads: for each receiver, its load with these units. The load of a worker is the number of
-    samples that it has to train. The load of a node is the mean load of its workers.
+    loads: for each receiver, its number of samples with these units. The load of a node is the mean
+    load of its workers.
     """
 
     units: list[list[_Unit]]
@@ -251,11 +241,10 @@ def _distribute(
 ) -> _Shares:
     """Divide units among receivers: all receivers are workers, or all are nodes.
 
-    A unit is a tuple of jobs that one receiver trains together. The unit with the most samples
-    comes first. Each unit goes to the receiver with the smallest load at this moment.
-    loads: for each receiver, its load without these units. The load of a worker is the number of
-    samples that it has to train. The load of a node is the mean load of its workers.
-    capacities: for each receiver, the number of its workers; 1 if the receivers are workers.
+    Each unit goes to the least loaded receiver; the unit with the most samples comes first.
+    loads: for each receiver, its number of samples without these units. The load of a node is the
+    mean load of its workers.
+    capacities: for each receiver, the number of its workers; 1 for a worker.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -271,16 +260,13 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Divide units of work among workers or nodes; split units until no load is above `limit`.
+    """Divide units among workers or nodes; split units until no load is above `limit`.
 
-    A unit is a set of jobs whose updates are a subtree of the summation tree. All receivers of
-    units are workers, or all are nodes.
-    Return the units of each receiver. Return None if a load is still above the limit after
-    `MAX_SPLITS` splits for each receiver, or if no further split is possible.
-    loads: for each receiver, its load without the given units. The load of a worker is the number
-    of samples that it has to train. The load of a node is the mean load of its workers.
-    capacities: for each receiver, the number of its workers; 1 if the receivers are workers.
-    limit: the largest allowed load, in samples.
+    Return the units of each receiver (worker or node). Return None if a load is still above the
+    limit after `MAX_SPLITS` splits for each receiver, or if no unit can be split.
+    loads: for each receiver, its number of samples without these units. The load of a node is the
+    mean load of its workers.
+    capacities: for each receiver, the number of its workers; 1 for a worker.
     """
     longest = (limit - min(loads)) * max(capacities)
     remaining = _split_long_units(units, longest)
@@ -318,11 +304,9 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Choose which unit of an overloaded worker or node to split; None if every unit is one job.
 
-    A unit is a tuple of jobs. A half of the chosen unit will go to another worker or node. Choose
-    the smallest unit whose half has at least `excess` samples. If no unit is that large, choose the
-    largest unit of several jobs.
-    units: the units of the overloaded worker or node.
-    excess: the number of samples by which it is above the limit.
+    Choose the smallest unit whose half has at least `excess` samples. If no unit is that large,
+    choose the largest unit of several jobs.
+    excess: the number of samples above the limit.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:
@@ -334,13 +318,11 @@ def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
 def _split_among_nodes(
     units: Sequence[_Unit], loads: Sequence[float], nodes: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Divide units of work among nodes, then divide each node's units among its workers.
+    """Divide units among nodes, then divide each node's units among its workers.
 
-    A unit is a set of jobs whose updates are a subtree of the summation tree. A unit is split into
-    smaller units if a load would be above the limit.
-    Return the units of each worker. Return None if splitting cannot bring all loads down to the
-    limit.
-    loads: for each worker, the number of samples that it has to train without the given units.
+    Return the units of each worker. Return None if splitting units cannot bring all loads down to
+    the limit.
+    loads: for each worker, its number of samples without these units.
     nodes: for each worker, the number of its node.
     limit: the largest load of a worker, in samples.
     """

@@ -110,15 +110,13 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the changes of availability up to the virtual time `horizon`, in seconds.
+        """Return changes of availability up to the virtual time `horizon`, in seconds.
 
-        The first result has the time of each change. The second result has the position in
-        `clients` of the client that changes. A client can change several times. The function looks
-        up at most `_MAX_CHANGES` changes of each client. If a client has more of them up to
-        `horizon`, return only the changes before the first one that was not looked up.
-        clients: the numbers of the clients.
+        Return the time of each change, and the position in `clients` of the client that changes. If
+        a client has more than `_MAX_CHANGES` changes, return only the changes before its first one
+        that was not looked up.
         times: float64 [clients], the virtual time of each client's next change. This function
-        replaces each time by the time of the client's first change that it does not return.
+        replaces each time by that of the first change that it does not return.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -238,12 +236,10 @@ class _StepDraw(NamedTuple):
         position of client c    (c - start) * factor
         client at position k    start + k * inverse
 
-    start: the client at position 0.
-    factor: the random factor, from 1 to the prime minus 1.
+    factor: from 1 to the prime minus 1.
     inverse: the inverse of `factor` modulo the prime.
-    comes: the step makes the clients at positions below this number available.
-    goes: the step makes the clients at this position and at higher ones unavailable. All other
-    clients keep their state.
+    comes: clients at positions below this number become available.
+    goes: clients at this position and at higher ones become unavailable.
     """
 
     start: int
@@ -256,13 +252,9 @@ class _StepDraw(NamedTuple):
 class MarkovAvailability(Availability):
     """Clients that switch between available and unavailable after random times.
 
-    A client is available for `on` seconds on average, and then unavailable for `off` seconds on
-    average. This is a Markov chain of two states. Virtual time is divided into time steps of s
-    seconds; s is half of the shorter mean. In each time step, an unavailable client becomes
-    available with probability s / `off`, and an available client becomes unavailable with
-    probability s / `on`.
-    seed: the seed of the run.
-    clients: the number of clients.
+    This is a Markov chain of two states in time steps of s seconds; s is half of the shorter mean.
+    In each step, an unavailable client becomes available with probability s / `off`. An available
+    client becomes unavailable with probability s / `on`.
     on, off: the mean seconds for which a client is available, and not available.
     """
 
@@ -417,10 +409,10 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    The recordings of devices are numbered as rows 0, 1, 2 and so on. Several clients may use the
-    same recording. An interval includes its start and excludes its end.
-    bounds: float64, the starts and ends of all intervals, in virtual seconds. The intervals of row
-    0 come first, then those of row 1, and so on. In a row, each start is followed by its end.
+    An interval includes its start and excludes its end. Each row is the recording of one device.
+    Several clients may use the same row.
+    bounds: float64, the starts and ends of all intervals in virtual seconds, row after row. In a
+    row, each start is followed by its end.
     first: int [rows + 1], the index in `bounds` of the first start of each row. The last entry is
     the length of `bounds`.
     periods: float64 [rows], the length of each recording in seconds.
@@ -460,14 +452,12 @@ class Intervals(Availability):
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
         """Return where the virtual time `now`, in seconds, lies in a client's recording.
 
-        An entry of `bounds` is the time at which an interval starts or ends, counted from the start
-        of the recording. With `wrap`, the recording is repeated again and again.
         Returns (row, begin, end, position):
         row: the number of the recording, `row_of[client]`.
-        begin, end: the virtual times at which the repetition that contains `now` begins and ends; 0
-        and infinity if `wrap` is False.
-        position: the index in `bounds` of the recording's earliest entry that is later than `now`.
-        If this repetition has no later entry, the index after the recording's last entry.
+        begin, end: the virtual times of the repetition that contains `now`; 0 and infinity if
+        `wrap` is False.
+        position: the index in `bounds` of the recording's earliest entry after `now`. If there is
+        none, the index after the recording's last entry.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
@@ -501,16 +491,8 @@ class Intervals(Availability):
         return until
 
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return where a virtual time lies in each client's recording, as four arrays [clients].
+        """Return what `_find` returns, for many clients: four arrays [clients].
 
-        An entry of `bounds` is the time at which an interval starts or ends, counted from the start
-        of the recording. With `wrap`, the recording is repeated again and again.
-        Returns (row, begin, end, position), each with an entry for each client:
-        row: the number of the client's recording.
-        begin, end: the virtual times at which the repetition that contains `now` begins and ends; 0
-        and infinity if `wrap` is False.
-        position: the index in `bounds` of the recording's earliest entry that is later than `now`.
-        If this repetition has no later entry, the index after the recording's last entry.
         now: float64 [clients], for each client the virtual time to look up, in seconds.
         """
         rows = self._rows[clients]

@@ -35,11 +35,8 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        clients: the numbers of the scored clients.
-        validation: [clients], the validation score of each of these clients in the current round;
-        nan for a client without validation samples.
-        hits: the current scores of these clients' test samples, one entry for each sample. The
-        samples of the first client come first, then those of the second one, and so on.
+        validation: [clients], the validation score of each client; nan without validation samples.
+        hits: the scores of the clients' test samples, client after client.
         Return `validation` and `hits` of each client's best round, as arrays of the same shapes.
         Raises ValueError if a resumed run's checkpoint has scores of another shape than `hits`.
         """
@@ -66,12 +63,9 @@ class BestRounds:
     ) -> tuple[int, float | None]:
         """Record the shared model's scores in a round; return its best round so far.
 
-        Return the number of the best round, and the shared model's score on the central test set in
-        the best round. The score is None without such a set.
-        round: the number of the recorded round.
-        validation: the model's validation score in the recorded round.
-        central: the model's score on the central test set in the recorded round; None without such
-        a set.
+        Return the number of the best round, and its score on the central test set or None.
+        validation: the model's validation score in this round.
+        central: the model's score on the central test set; None without such a set.
         """
         best = self._arrays["shared"]
         if validation > best[0]:

@@ -32,16 +32,15 @@ class Call:
     """A call to a worker, which can be repeated if the worker dies before it answers.
 
     worker: the number of the worker; it changes if another worker gets the call.
-    method: the name of the Python method of `Worker` that is called.
+    method: the name of the method of `Worker` that is called.
     args: the arguments of the method, without client states.
     states: the client states that the worker needs for the call.
-    remote_values: the number of values that the method returns in addition to its answer and client
-    states. They stay on the worker's node.
+    remote_values: the number of further values that the method returns. They stay on the worker's
+    node.
     ref: the reference to the answer, which is the first value that the method returns.
-    remote_refs: the references to these additional values.
+    remote_refs: the references to the further values.
     bytes_read: the bytes of client states that were read from disk for this call.
     value: the answer; None before it arrives.
-    is_answered: True if the answer has arrived.
     deaths: the number of workers that died while they executed this call.
     """
 
@@ -70,12 +69,8 @@ class WorkerCalls:
     """The object that makes calls to workers, and repeats them if a worker dies.
 
     A dead worker is replaced, and its unanswered calls are repeated. If its node is lost, other
-    workers get these calls.
-
-    Attribute `workers` is the number of workers, including released ones. Attribute `active` lists
-    the workers that get new calls, ascending.
-    runtime: the workers of the run.
-    client_states: the client states, which are sent with the calls that need them.
+    workers get these calls. The attribute `workers` counts all workers, including released ones.
+    The attribute `active` lists the workers that get new calls, ascending.
     timeout_s: a worker that does not answer a call for this number of seconds counts as dead.
     """
 
@@ -252,12 +247,10 @@ class WorkerCalls:
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
         """Replace a worker that died, and send its unanswered calls again.
 
-        Usually a new process replaces the worker and gets the calls. There are two exceptions: many
-        workers of its node died within a short time, or the worker died `MAX_DEATHS` times in a
-        row. Then the worker is not replaced and other workers get the calls, if that is possible.
-        death: the error that says why the worker counts as dead.
+        The worker is not replaced, and other workers get its calls, in two cases: many workers of
+        its node died within a short time, or it died `MAX_DEATHS` times in a row.
         Raises RunStoppedError if the worker died `MAX_DEATHS` times in a row and no other worker
-        can get the calls. Also raises the errors of `Runtime.revive`.
+        can get the calls.
         """
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1

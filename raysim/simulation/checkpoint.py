@@ -4,19 +4,17 @@ A checkpoint is a folder such as `round-000050` with these files:
 - `run.json`: what JSON can express, such as the planner's state and the rows of the history
 - `server.safetensors`: named tensors of the server, in several files if they are large
 - `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
-- `manifest.json`: the name and the SHA-256 of every file that the checkpoint needs. It also has a
-  SHA-256 of these names and checksums.
+- `manifest.json`: name and SHA-256 of every file that the checkpoint needs, and a SHA-256 of them
 
-A folder `log` next to the checkpoints has files that they share. These are client states
-(`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`). No file is a
-pickle.
+Checkpoints share the files of the folder `log` next to them: client states
+(`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`).
 
 The manifest is written last; a folder without a manifest is not a checkpoint. Files are never
 changed after they are written, and files that no manifest lists are removed.
 
-A local folder is locked while a run writes there. Storage behind a URL has no locks. There each
-process writes its name into the file `writer` before its first checkpoint. Before each checkpoint,
-a process reads this file. If the file has the name of another process, the process stops.
+A local folder is locked while a run writes there. Behind a URL, a process writes its name into the
+file `writer` before its first checkpoint. It stops if this file has another name before a later
+checkpoint.
 """
 
 from __future__ import annotations
@@ -64,9 +62,8 @@ class Snapshot:
     """The state of a run between two aggregations.
 
     numbers: what JSON can express, such as the planner's state and the rows of the history.
-    server: the arrays of the server by name, such as model parameters and server state.
-    clients: for each client whose state an aggregated job has changed, the named tensors of this
-    state.
+    server: arrays by name, such as model parameters and server state.
+    clients: the named tensors of each client state that an aggregated job has changed.
     jobs: for each client in `clients`, the number of the job that made the state.
     """
 
@@ -147,9 +144,7 @@ def _incomplete_versions(store: Store) -> list[int]:
 class Checkpoints:
     """A writer of one run's checkpoints, which keeps only the last few.
 
-    A checkpoint consists of files for one version and of log files. Log files contain client states
-    and old rows of the history, and several checkpoints share them. No other run may write to the
-    same folder or URL.
+    No other run may write to the same place.
     where: a folder or a URL.
     keep: the number of checkpoints to keep.
     resume: the address of the checkpoint that the run continues from; "" for a new run. If that
@@ -172,10 +167,8 @@ class Checkpoints:
         """Write a checkpoint, remove all but the last few, and return its address.
 
         Nothing is written if the last checkpoint, or the one that the run continued from, has this
-        version. Checkpoints of later versions are removed, too. If an old checkpoint cannot be
-        removed, the attribute `removal_failure` says why.
-        version: the number of the version to write.
-        snapshot: the state of the run at this version.
+        version. Checkpoints of later versions are removed. If an old checkpoint cannot be removed,
+        the attribute `removal_failure` says why.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
         write.
         """
@@ -228,8 +221,7 @@ class Checkpoints:
     ) -> dict[str, str]:
         """Write all client states that `index` marks as unwritten; put them into new log files.
 
-        A log file is a safetensors file that several checkpoints share. The result maps the names
-        of the new files to their checksums.
+        Return the checksum of each new file, by name.
         index: says which log file contains the state of each client. The new files are added to it.
         clients: the state of each client. States that are in a log file already are not read.
         """

@@ -39,18 +39,13 @@ class StateUse(NamedTuple):
 class ClientStates:
     """The store of a run's client states; a state is identified by the job that made it.
 
-    A new state exists twice: on the worker that trained the job, and in the object store. If the
-    same worker trains the client's next job, this job starts from the worker's copy. If a different
-    worker trains the next job, that worker receives the state from the object store.
-
-    A state is committed when its job is aggregated (`commit`). Models are scored, and checkpoints
-    are written, only with committed states. If committed states need more memory than `budget`,
-    some are moved to disk, and are removed from the object store and the workers. The states of
-    clients that have been idle longest are moved first.
-    runtime: the workers of the run, and the object store.
+    A new state is on the worker that trained the job, and in the object store. If the same worker
+    trains the client's next job, this job starts from the worker's copy. A state is committed when
+    its job is aggregated (`commit`). Scores and checkpoints use only committed states.
     layout: the tensors of a client state.
-    stateful: True if clients have states; otherwise every job starts from the initial state.
-    budget: the most bytes of committed states in memory; infinity means no limit.
+    stateful: False starts every job from the initial state.
+    budget: the most bytes of committed states in memory; infinity means no limit. Beyond this
+    limit, the states of clients that have been idle longest are moved to disk.
     folder: the folder for states on disk.
     """
 
@@ -85,9 +80,8 @@ class ClientStates:
     def dispatch(self, client: int, number: int) -> int:
         """Record a new job of a client; return the number of the client's previous job.
 
-        The new job starts from the client state that the previous job makes. The result -1 means
-        that the new job starts from the initial state. Do not call this for a job that will be lost
-        or discarded, because no later job may start from its state.
+        The new job starts from the state that the previous job makes, or from the initial state if
+        the result is -1. Do not call this for a job that will be lost or discarded.
         number: the number of the new job.
         """
         if not self.stateful:
@@ -167,14 +161,12 @@ class ClientStates:
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
         """Return references to the states that a call to a worker needs.
 
-        There is one reference for each of `uses`. It is None if the worker has the state, or if the
-        state is the initial one. Also return how many bytes of states were read from disk. When the
-        worker has answered the call, pass this number to `release_read`.
+        There is one reference for each of `uses`; None if the worker has the state or it is the
+        initial one. Also return the number of bytes read from disk. Pass this number to
+        `release_read` when the worker has answered.
 
-        If the call trains a job, this worker will have the client's newest state. A worker that had
-        the client's newest state until now is told to delete its copy.
-        worker: the number of the worker that gets the call.
-        uses: the states that the call needs.
+        If the call trains a job, this worker will have the client's newest state. Its copy on
+        another worker is deleted.
         """
         sent: list[Ref] = []
         read_bytes, moved = 0, dict[int, list[int]]()
@@ -306,10 +298,9 @@ class ClientStates:
     def bytes(self) -> int:
         """The bytes of all client states in memory; jobs in flight add an estimate.
 
-        These states are in the object store, or were read from disk for calls that no worker has
-        answered yet. A job in flight will make a state whose size is not known yet. The estimate of
-        this size is the mean size of the states in the object store. If there are none, it is the
-        size of the state that was moved to disk last.
+        These states are in the object store, or were read from disk for unanswered calls. The
+        estimate for a job in flight is the mean size of the states in the object store. If there
+        are none, it is the size of the state that was moved to disk last.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

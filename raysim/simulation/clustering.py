@@ -9,22 +9,18 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
     (3)  a_cross(c_1, c_2) = max of a_ij for i in c_1 and j in c_2
     (4)  gamma_max < sqrt((1 - a_cross(c_1, c_2)) / 2)
 
-The clusters c_1 and c_2 are the division of the cluster in two that has the smallest a_cross. The
-cluster is divided into c_1 and c_2 if conditions (1) and (4) are true. The thresholds eps_1, eps_2
-and gamma_max are settings. Condition (1) has two parts. The first part means that the cluster's
-model is near a stationary point of the cluster's objective. The second part means that this model
-is far from a stationary point of at least one client's objective. Both new clusters start from the
-model of the old cluster and may be divided again later.
+c_1 and c_2 are the division of the cluster that has the smallest a_cross. The cluster is divided
+into them if (1) and (4) are true. eps_1, eps_2 and gamma_max are settings. (1) means that the
+cluster's model is near a stationary point of the cluster's objective, but far from one of a
+client's objective. Both new clusters start from the cluster's model, and may be divided again.
 
 Departures from the paper
-- Not all clients have to take part in each round. If an aggregation has no update of a client, the
-  conditions (1) to (4) use the client's last update since its cluster began. The aggregation does
-  not use this update again. A cluster is split only when every member has an update.
+- Not all clients have to take part in each round. The conditions use a client's last update since
+  its cluster began. A cluster is split only when every member has an update.
 - A cluster is split after the aggregation. Both new clusters start from the aggregated model.
 - There is no split before `start` aggregations, and none when `clusters` models exist. A cluster of
   `min_size` clients or fewer is not split, as in the authors' code.
-- A split moves a client to its new cluster at once. If the client is training at this time, from
-  the model before the split, its update is aggregated by the new cluster.
+- A split moves a client at once. If the client is training, the new cluster aggregates its update.
 """
 
 from __future__ import annotations
@@ -44,10 +40,8 @@ from raysim.vectors.tree_sum import weighted_sum
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     """Split clients in two, so that the largest similarity between the two groups is small.
 
-    This is Algorithm 1 of the paper: it joins the groups of the most similar clients until two
-    groups are left.
-    Return a bool array [n], which is False for the group of client 0. Also return the largest
-    similarity between clients of different groups.
+    This is Algorithm 1 of the paper. Return a bool array [n], which is False for the group of
+    client 0. Also return the largest similarity between clients of different groups.
     similarities: float64 [n, n], symmetric, with n at least 2.
     """
     count = len(similarities)
@@ -86,12 +80,10 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 class SplitByUpdates(ClusterRule):
     """The rule of CFL: split a cluster into two if its clients' updates disagree.
 
-    A cluster is split only if all conditions below are true.
     mean_norm: eps_1 of the paper. The norm of the mean update must be below this value.
     max_norm: eps_2 of the paper. The norm of the longest update must be above this value.
-    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above this value. Here a is the largest
-    cosine similarity between the updates of two clients that the split would separate. gamma = 0
-    allows every split with a < 1.
+    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above this value. a is the largest
+    cosine similarity between two clients that the split would separate.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """

@@ -48,7 +48,6 @@ class Coordinator:
     """The coordinator of one run.
 
     `run()` yields the events of the run; the last one is `Finished`.
-    spec: the run: its data, model, methods and settings.
     schedule: when clients are dispatched and their updates are aggregated.
     fleet: the rule that draws the clients' devices.
     runtime: the workers.

@@ -1,9 +1,8 @@
 """Compute the costs of jobs besides time and bytes: energy of the devices, money and CO2.
 
-A job has three phases: its client receives, trains and sends. The energy of a phase is its duration
-times the power of the client's device in this phase; the energy of the job is the sum over the
-phases. Money and CO2 follow from this energy and from the bytes on the client's link. The energy of
-idle devices is counted separately, because most of it has nothing to do with a run.
+A job receives, trains and sends. The energy of each of these phases is its duration times the
+device's power in this phase. Money and CO2 follow from the energy and from the bytes on the
+client's link. The energy of idle devices is counted separately.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Random durations of jobs, independent of work and traffic: the delay model of FADAS.
 
 Source: Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
-2024), and the released code. Each client belongs to a kind, such as "slow". To draw the kind of a
-client, a vector with one entry for each kind is drawn from a Dirichlet distribution. The client
-gets the kind with the largest entry. The duration of each job is drawn uniformly between the bounds
-of its client's kind, `least` and `most`. For the paper's "large" delays set
+2024), and the released code. Each client belongs to a kind, such as "slow". The duration of each
+job is drawn uniformly between the bounds of this kind. For the paper's "large" delays set
 fleet.kinds.slow={least: 50, most: 80}.
 """
 
@@ -25,10 +23,7 @@ from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 class DelayKind:
     """A kind of client, such as "slow", and the limits of the random time of each job.
 
-    weight: decides how many clients are of this kind; a larger weight means more clients. For each
-    client, `Delays` draws a vector with one number per kind from a Dirichlet distribution. The
-    client gets the kind with the largest number. The parameters of the distribution are the weights
-    of all kinds, multiplied by the setting `Delays.scale`.
+    weight: a larger weight means more clients of this kind (see `Delays`).
     least, most: the shortest and the longest time of a job, in virtual seconds.
     """
 
@@ -52,8 +47,7 @@ class Delays(Fleet):
     For each client, draw p ~ Dirichlet(scale * w_1, ..., scale * w_k), where w_i is the weight of
     kind i. The client gets the kind with the largest p_i.
     kinds: the kinds of clients, by name.
-    scale: the number by which all weights are multiplied. With a larger number, more clients get
-    the kind of the largest weight.
+    scale: a larger number gives more clients the kind of the largest weight.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)

@@ -1,29 +1,27 @@
 """Named classes of devices, with their speeds and shares from published figures.
 
-Each figure below is marked with its origin. "Measured" figures are measurements in the cited
-sources. "Published" figures are other values in the cited sources, such as prices or the limits of
-a device. "Derived" figures are computed from these two, and "Assumed" figures are our choice.
+"Measured" figures are measurements in the cited sources. "Published" figures are other values in
+them, such as prices or limits. "Derived" figures are computed from these two. "Assumed" figures are
+our choice.
 
 Training speed: the floating-point operations of a training step, divided by its seconds.
-- Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a medium and a slow phone. These
-  are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
-  Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST
-  (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py; its
-  default batch size is 10). Derived: LEAF's CNN makes 17.2 M multiplications and as many additions
-  in a sample's forward pass. The backward pass needs twice as many operations. So a sample needs
-  6 x 17.2 M = 103 MFLOP. A phone that trains 10 samples in these times has a speed of 5.8, 1.8 or
-  0.63 GFLOP/s. A library that is tuned for phones is faster: Das et al., "Enabling On-Device
-  Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
-  CPU.
+- Phones. Measured: 179, 588 and 1,642 ms for a batch of 10 samples on a fast, a medium and a slow
+  phone. These are values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in
+  Federated Learning upon Large-Scale Smartphone Data" (WWW 2021), for LEAF's CNN on FEMNIST
+  (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py).
+  Derived: a forward pass of a sample makes 17.2 M multiplications and as many additions. The
+  backward pass needs twice as many operations. So a sample needs 6 x 17.2 M = 103 MFLOP, and the
+  speeds are 5.8, 1.8 and 0.63 GFLOP/s. A library that is tuned for phones is faster: Das et al.,
+  "Enabling On-Device Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s.
 - Tablets. Assumed: the same as medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
   of that in training.
 
-Bandwidth, all measured by Ookla's Speedtest users around the world (1 Mbit/s = 125,000 bytes/s):
-- slow phones: the mean of mobile networks in November 2017, 20.28 Mbit/s down and 8.65 up;
-- medium phones: the mean of mobile networks in September 2020, 35.96 down and 11.22 up;
-- fast phones: the median over 5G in the third quarter of 2021, 166.13 down and 21.08 up;
-- tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 down and 45.74 up.
+Bandwidth in Mbit/s, down and up. Measured by Ookla's Speedtest users around the world:
+- slow phones: the mean of mobile networks in November 2017, 20.28 and 8.65;
+- medium phones: the mean of mobile networks in September 2020, 35.96 and 11.22;
+- fast phones: the median over 5G in the third quarter of 2021, 166.13 and 21.08;
+- tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 and 45.74.
 Assumed: the network that each class of devices uses.
 
 Shares of the classes:
@@ -33,7 +31,7 @@ Shares of the classes:
 - Fast phones. Measured: 24 % of the phones sold in 2023 were of the most expensive class
   (Counterpoint). Derived: 24 % of the phones.
 - Slow and medium phones. Measured: Yang et al. have 18,820 slow and 16,428 medium phones. Derived:
-  the other phones, divided in this ratio.
+  76 % of the phones, divided in this ratio.
 
 Assumed: the spread of the values within a class (sigma, bandwidth_sigma).
 
@@ -43,23 +41,22 @@ Power, in watts:
   on Battery-Powered Clients" (FedEdge 2022), use these values for training
   (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a
   budget of 10 W. Assumed: tablets need the same power as medium phones.
-- Receiving and sending. Measured: a phone in an LTE network needs 1.288 W. In addition it needs
-  0.05197 W for each Mbit/s received, or 0.43839 W for each Mbit/s sent (Table 4 of Huang et al., "A
-  Close Examination of Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012).
-  Derived: the power of slow and medium phones at the bandwidths above. Assumed: fast phones need
-  the same power as medium ones; tablets and edge boxes need 2 W.
+- Receiving and sending. Measured: an LTE phone needs 1.288 W, and 0.05197 W for each Mbit/s
+  received, or 0.43839 W for each Mbit/s sent (Table 4 of Huang et al., "A Close Examination of
+  Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: the power of
+  slow and medium phones at the bandwidths above. Assumed: fast phones need the same power as medium
+  ones; tablets and edge boxes need 2 W.
 - Idle. Measured: a suspended phone needs 0.0686 W (Carroll and Heiser, "An Analysis of Power
-  Consumption in a Smartphone", USENIX ATC 2010). Assumed: tablets need the same; edge boxes need
-  2 W.
+  Consumption in a Smartphone", USENIX ATC 2010). Assumed: tablets need the same; edge boxes need 2
+  W.
 
 Money, in US dollars. Published: a gigabyte in mobile networks costs 5.09, the mean of the world
-(Cable.co.uk, 2020). Assumed: a gigabyte in fixed networks costs nothing, because their prices are
-flat; a kilowatt-hour costs 0.15.
+(Cable.co.uk, 2020). Assumed: a gigabyte in fixed networks costs nothing, because of flat prices; a
+kilowatt-hour costs 0.15.
 
 CO2. Published: a kilowatt-hour causes 436 g, the mean of the world in 2022 (Ember, "Global
 Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile networks and 0.05 kWh in fixed
-networks (Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g in mobile networks and
-21.8 g in fixed networks.
+networks (Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g and 21.8 g.
 """
 
 from __future__ import annotations

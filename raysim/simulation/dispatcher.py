@@ -1,9 +1,8 @@
 """Send jobs to workers and collect the updates.
 
-Where and when a job is trained does not change any result; it only decides how busy the workers
-are. The jobs of the next aggregation are sent without delay. Jobs of later aggregations wait in a
-queue, in the order in which they will be aggregated. A worker with fewer than two unanswered
-training calls gets several jobs of the queue in one call.
+Where and when a job is trained does not change any result. The jobs of the next aggregation are
+sent without delay. Jobs of later aggregations wait in a queue. A worker with fewer than two
+unanswered training calls gets several queued jobs in one call.
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ BUNDLE_S = 0.02  # a call contains at least this many seconds of work, if enough
 class TrainCall(Call):
     """A call in which a worker trains jobs.
 
-    A result is unused as long as no aggregation has used it.
-    jobs: the jobs that the worker trains.
+    A result is unused until an aggregation uses it.
     groups: the groups of these jobs for which the worker returns one sum of all updates.
     floats: the number of floats that the call returns, without client states.
-    updates: the unused updates and failures that the coordinator has received, by the number of the
-    job.
-    sums: the unused sums of updates that the coordinator has received, by group.
+    updates: the received unused updates and failures, by the number of the job.
+    sums: the received unused sums of updates, by group.
     remote_sums: references to unused sums of updates that are still on the worker's node, by group.
     is_collected: True if an aggregation has used at least one update of the call.
     """

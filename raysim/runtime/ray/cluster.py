@@ -163,11 +163,9 @@ def reserve(
 ) -> Iterator[PlacementGroup]:
     """Wait until Ray has reserved a run's resources; release them at the end of the context.
 
-    Ray calls such a reservation a placement group. Inside a trial of a sweep, the placement group
-    of the trial is used, and not removed. Ray also removes the group if this process dies.
+    Inside a trial of a sweep, yield the placement group of the trial, and do not remove it.
     bundles: the resources to reserve.
     name: the name of the placement group in Ray.
-    options: the settings `runtime.*`, such as the strategy and how long to wait.
     say: function that gets a text about what the run waits for.
     Raises ValueError if the resources are not reserved after `options.wait` seconds.
     Raises NoRoomError if the cluster becomes too small meanwhile.
@@ -194,10 +192,7 @@ def _wait_for(
 ) -> None:
     """Wait until Ray has reserved the resources of a placement group.
 
-    It waits in steps of a second or two, so that Ctrl-C can interrupt it.
     bundles: the resources that the group reserves.
-    options: the settings `runtime.*`, such as how long to wait.
-    say: function that gets a text about what the run waits for.
     Raises ValueError if the resources are not reserved after `options.wait` seconds.
     Raises NoRoomError if the cluster becomes too small meanwhile.
     """

@@ -71,13 +71,10 @@ def plan_workers(
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
     If the cluster is too small, ask Ray's autoscaler for nodes, and wait up to `runtime.wait`
-    seconds. After this time, raise NoRoomError. If `runtime.wait` is null, or the cluster is only
-    on this machine, raise the error at once.
-    options: the settings `runtime.*`.
-    spec: the run.
+    seconds. Do not wait if `runtime.wait` is null, or if the cluster is only on this machine.
     concurrency: the number of clients in flight.
-    say: function that gets texts for the user.
     measure: function that measures the memory of a job.
+    Raises NoRoomError if the cluster is still too small.
     """
     wait_s = options.wait or 0.0
     if options.address in (None, "local"):
@@ -107,16 +104,12 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is set, this is the number of workers. Otherwise the nodes' CPUs, GPUs and
-    memory decide, and the number is at most the number of clients in flight. In a cluster that
-    raysim has joined, resources that other runs use are not counted. Inside a trial of a sweep, the
-    bundles of the trial's placement group decide.
-    options: the settings `runtime.*`.
-    spec: the run.
-    concurrency: the number of clients in flight.
-    say: function that gets texts for the user.
+    If `runtime.workers` is null, the nodes' CPUs, GPUs and memory decide the number. Then it is at
+    most `concurrency`, the number of clients in flight. In a cluster that raysim has joined,
+    resources that other runs use are not counted. Inside a trial of a sweep, the trial's placement
+    group decides.
     measure: function that trains one job and returns the memory that it needs.
-    Raises ValueError if the cluster is too small; the text of the error says what is missing.
+    Raises ValueError if the cluster is too small.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -239,16 +232,12 @@ def _choose_gpu_share(
 ) -> float:
     """Return the share of a GPU that each worker reserves.
 
-    If `runtime.gpus` is set, this is the share. Otherwise the share is 1 / n, so that n workers use
-    a GPU together. n is the number of workers for which the GPU has memory. n is smaller if the run
-    needs fewer workers for each GPU. The run needs `runtime.workers` workers if this is set.
-    Otherwise it needs at most `concurrency` workers, and at most as many as the other resources of
-    the nodes with GPUs allow.
+    If `runtime.gpus` is null, the share is 1 / n. n is the number of workers for which a GPU has
+    memory, or less if the run needs fewer workers.
+    per_worker: the resources of a worker.
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.
-    per_worker: the resources of a worker.
-    say: function that tells the user about the choice.
     Raises ValueError if no worker fits, or if `runtime.gpus` is too small.
     """
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
@@ -294,15 +283,12 @@ def run(
 ) -> Iterator[Event]:
     """Run on the connected cluster, in a placement group of the run; yield the run's events.
 
-    spec: the run.
     schedule: when clients are dispatched and their updates are aggregated.
     fleet: the rule that draws the clients' devices.
     size: the number of workers and their resources.
     options: the settings `runtime.*`; None uses their defaults.
-    say: function that gets texts for the user.
     folder: where the model and the checkpoints are written; "" writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
-
     Raises the coordinator's errors, and ProcessLostError if a process of the run dies.
     """
     options = options or RayOptions()
@@ -372,15 +358,12 @@ def _receive(
 ) -> Iterator[Any]:
     """Yield the coordinator's messages; print a warning if none comes for a long time.
 
-    The coordinator sends a message every few seconds, except while it waits for Ray to start a
-    worker.
     messages: Ray's generator of references to messages.
     timeout: the most seconds to wait for a message (`faults.timeout`); None waits forever.
     extra_s: the first message may take this many seconds longer than `timeout`. Each later message
     may take `REPLACEMENT_TIMEOUT_S` seconds longer.
-    say: function that prints a text for the user.
-    write_coordinator_stacks: function that writes the call stacks of the coordinator's threads into
-    a file, and returns the path of the file. It returns None if there are no call stacks.
+    write_coordinator_stacks: function that writes the coordinator's call stacks into a file. It
+    returns the file's path, or None if there are no stacks.
     Raises ProcessLostError if no message comes in time.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s

@@ -136,11 +136,10 @@ def free_resources() -> list[Resources]:
 class NodeWatch:
     """A thread that asks every few seconds whether the nodes of a cluster answer.
 
-    The attribute `lost` maps each lost node to a `LostNode`, which has the reason. A node is lost
-    if it does not answer for `timeout_s` seconds, or if it has left or will leave the cluster. A
-    node is named by Ray's identifier, here and in the methods.
-    timeout_s: the seconds without an answer after which a node counts as lost. If it is infinity,
-    this thread asks no node. Then a node is lost only if Ray declares it dead or draining.
+    The attribute `lost` maps Ray's identifier of each lost node to a `LostNode`. A node is lost if
+    it does not answer for `timeout_s` seconds, or if it has left or will leave the cluster.
+    timeout_s: if it is infinity, this thread asks no node. Then a node is lost only if Ray declares
+    it dead or draining.
     """
 
     def __init__(self, timeout_s: float):

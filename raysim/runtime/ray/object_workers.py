@@ -29,13 +29,11 @@ def object_workers(
 
     Yield the runtime with which the caller calls methods of these objects.
     kind: the class of the objects. It needs a method `ready`.
-    spec: the argument with which each object is made.
-    options: the settings `runtime.*`. `runtime.workers` is the number of actors; None starts as
-    many as fit on the nodes.
+    options: the settings `runtime.*`. If `runtime.workers` is None, as many actors start as fit on
+    the nodes.
     device: the device of each actor, for example "cuda".
     threads: the number of threads of each actor.
-    most: the largest number of actors to start; more actors would have nothing to do.
-    say: function that gets a text if the actors must wait for resources.
+    most: the largest number of actors to start.
     Raises ValueError if Ray does not start or the cluster is too small.
     """
     with connection(options):

@@ -103,9 +103,8 @@ _waiting: _WaitingProcesses | None = None  # of this process, which has one Ray 
 def keep_processes(name: str) -> Iterator[None]:
     """Let all runs in this context use the same processes, which saves seconds for each run.
 
-    Some runs get new processes: a run after a failed run, and a run with another number of workers,
-    other resources for each worker or another `runtime.strategy`. If this context is entered inside
-    another `keep_processes`, only the outer context has an effect.
+    A run gets new processes after a failed run, or if it needs other resources or another number of
+    workers. An inner `keep_processes` has no effect.
     name: the beginning of the names of the processes in Ray's dashboard.
     """
     global _waiting
@@ -162,13 +161,8 @@ def start_processes(
 ) -> RunProcesses:
     """Return the workers and the coordinator of a run.
 
-    Processes that were kept after an earlier run are used if they fit. Otherwise new processes are
-    started.
-    spec: the description of the run.
-    schedule_and_fleet: when clients are dispatched and updates aggregated, and the rule that draws
-    the clients' devices.
+    Processes that were kept after an earlier run are used if they fit.
     size: the number of workers and their resources.
-    options: the settings `runtime.*`.
     say: function that gets a text if the run must wait for resources.
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.

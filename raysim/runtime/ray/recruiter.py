@@ -46,8 +46,7 @@ class Growth:
     group: the placement group of the workers that the run began with.
     per_worker: the resources that a worker reserves.
     most: the largest number of workers that the run may have.
-    options: the user's settings of Ray (`runtime.*`).
-    start: function that starts the actor of a worker and returns it. Its arguments are the worker's
+    start: function that starts and returns the actor of a worker. Its arguments are the worker's
     number, its place, and `content`.
     content: a list with a reference to the data set's file in the object store; [] if the file is
     not stored yet.
@@ -105,11 +104,11 @@ class Recruiter:
     ) -> list[tuple[int, WorkerPlace]]:
         """Return the workers that can be started now, as pairs (number, `WorkerPlace`).
 
-        A lost worker keeps its number, and starts in its bundle of the run's placement group. A new
-        worker has the number -1; this function reserves resources for it on a usable node.
+        A lost worker keeps its number and its bundle. A new worker has the number -1; this function
+        reserves resources for it.
         free_workers: the numbers of the lost workers whose bundles may be used again.
-        active: the number of workers that count towards `Growth.most`. These are all workers in
-        use, and all lost workers that are never started again.
+        active: the number of workers that count towards `Growth.most`: workers in use, and lost
+        workers that are never started again.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
