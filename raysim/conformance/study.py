@@ -26,12 +26,10 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """The description of a tiny run in which the checks try a user's object, such as a method.
+    """A tiny run in which the checks try a user's object, such as a method.
 
-    By default the run has small images, six clients with unequal numbers of samples, a small model
-    and four clients per round. The checks insert the tested object into the run. Set fields, such
-    as `model` or `methods`, to test the object together with other objects. The checks repeat the
-    run with each schedule in `schedules`.
+    Set fields, such as `model` or `methods`, to test the object together with other objects. The
+    checks repeat the run with each schedule in `schedules`.
     """
 
     methods: tuple[Method, ...] = ()

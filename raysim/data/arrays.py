@@ -34,14 +34,11 @@ LabelLists: TypeAlias = list[Any]
 class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
-    inputs: [n, ...], the inputs of the samples.
-    labels: an array [n, ...], or a list with a list of labels for each sample. If each label was a
-    dictionary of arrays, `labels` is a `LabelSet`, which packs them.
-    users: [n], integers or text: the person or device to whom each sample belongs; None if the
-    samples have no such users.
+    labels: an array [n, ...], a list of labels for each sample, or a `LabelSet` of packed
+    dictionaries.
+    users: [n], integers or text; None without users.
     is_test: bool [n], True for samples of the central test set.
-    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
-    if a sample has only one input.
+    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
     """
 
     inputs: NDArray[Any]
@@ -105,19 +102,17 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     - {"train": (inputs, labels), "test": (inputs, labels)}.
     settings: further settings of the source, such as {"kind": "regression"}.
 
-    The inputs of a pair are an array, a tensor or a list [n, ...]. Images are [n, h, w], [n, c, h,
-    w] or [n, h, w, c]. A pandas frame is a table of numbers. If samples have several inputs, give a
-    dictionary or a tuple of arrays.
+    Inputs are an array, a tensor or a list [n, ...], or a pandas frame of numbers. Images are [n,
+    h, w], [n, c, h, w] or [n, h, w, c]. Several inputs are a dictionary or a tuple of arrays.
 
-    The labels of a pair have one of these forms; `labels.infer_kind` decides what they mean:
+    Labels have one of these forms; `labels.infer_kind` decides what they mean:
     - [n], a class or a value for each sample;
     - [n, values], several values for each sample;
-    - [n, labels]: 1 if the sample has the label of the column, and 0 if it does not;
-    - a list with a list of labels for each sample;
-    - a list with a dictionary of arrays for each sample.
+    - [n, labels], 1 if the sample has the label of the column, else 0;
+    - a list of labels, or a dictionary of arrays, for each sample.
 
-    A pair may have a third item: users [n], integers or text. With `partition=natural`, each user's
-    samples become a client.
+    A pair may have a third item: users [n], integers or text. `partition=natural` makes a client of
+    each user.
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")
@@ -187,17 +182,12 @@ def _split_halves(data: object) -> tuple[object, object]:
 def _read_half(
     part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs and the labels of the training data or of the test data.
+    """Return inputs, labels and, if any, users of the training data or of the test data.
 
-    The result has a third item if the data have users: the person or device to whom each sample
-    belongs.
-    part: the training data or the test data: (inputs, labels), (inputs, labels, users) or a torch
-    `Dataset`.
-    name: "train" or "test", for error messages.
-    kind: `data.kind`, which decides what lists of labels mean; None if the user of raysim did not
-    set it.
-    fields: a list, to which this function appends a tuple with the description of each input. The
-    tuple is empty if samples have only one input.
+    part: (inputs, labels), (inputs, labels, users) or a torch `Dataset`.
+    name: "train" or "test", for errors.
+    kind: `data.kind`, which decides what lists of labels mean; None if it is not set.
+    fields: a list that gets a tuple with a description of each input; () for a single input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -288,10 +278,9 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
     """Split a sample that is a dictionary into (input, label) or (input, label, user).
 
-    The label and the user are the values with a usual key, such as "label" and "user". The input is
-    the only remaining value, or a dictionary of all remaining values.
-    item: the sample, a value for each key.
-    row: the number of the sample in its data set, for errors.
+    The label and the user have usual keys, such as "label" and "user". The input is the only
+    remaining value, or a dictionary of all remaining values.
+    row: the number of the sample, for errors.
     name: "train" or "test", for errors.
     """
     names = [str(key) for key in item]
@@ -311,12 +300,8 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 def _join_inputs(inputs: Sequence[Any]) -> Any:
     """Join the inputs of all items of a data set.
 
-    - If each item has one input, return a list of these inputs.
-    - If each item has a dictionary of inputs, return a dictionary with a list for each key.
-    - If each item has a tuple of arrays, each array is an input. Return a tuple with an array
-      [items, ...] for each input.
-
-    inputs: the input, or the dictionary or tuple of inputs, of each item.
+    Dictionaries become a dictionary with a list for each key. Tuples of arrays become a tuple of
+    arrays [items, ...]. Other inputs become a list.
     """
     first = inputs[0]
     if isinstance(first, Mapping):
@@ -331,20 +316,11 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return a dictionary or a list of labels for each sample; None if the labels are an array.
 
-    A list of lists may also be an array, with a list for each row. The first condition that is true
-    decides:
-    1. `kind` is "positions": return None.
-    2. `column` is empty, or is neither a list, a tuple nor a pandas Series of objects: return None.
-    3. Every sample has a dictionary: return a list of these dictionaries.
-    4. A sample has neither a list nor a tuple: return None.
-    5. A list contains a value that is neither an integer nor text: return None.
-    6. `kind` is "multilabel", and a value is neither 0 nor 1: return the lists.
-    7. Every list has exactly one value: return None.
-    8. All values are integers, and all lists have the same length: return None.
-    9. In all other cases: return the lists.
-
-    column: the labels that were passed from Python.
-    kind: `data.kind`; None if the user of raysim did not set it.
+    A list of lists may also be an array. It is an array if `kind` is "positions", if a value is
+    neither an integer nor text, if every list has one value, or if lists of integers have the same
+    length. The last two conditions do not hold if `kind` is "multilabel" and a value is neither 0
+    nor 1.
+    kind: `data.kind`; None if it is not set.
     """
     if kind == "positions":
         return None

@@ -25,12 +25,11 @@ class Pipeline:
     """The normalisation of inputs and their augmentation in training.
 
     mean, std: one number for all channels or one per channel; None only scales images to [0, 1].
-    augment: the names of the augmentations to apply: `resized_crop`, `crop`, `flip`, `rotate`,
-    `jitter` and `grey`. They are always applied in this order.
-    crop_area: the smallest and the largest share of the image that `resized_crop` takes.
-    crop_padding: the number of pixels with the value 0 that `crop` first adds on each side.
+    augment: names of augmentations, applied in the order of `augment_images`.
+    crop_padding: the number of zero pixels that `crop` adds on each side.
     rotate_degrees: the largest angle of `rotate`.
-    jitter: the strength of `jitter`, which changes brightness, contrast, saturation and hue.
+    crop_area: the smallest and the largest share of the image that `resized_crop` takes.
+    jitter: the strength of `jitter`.
     grey: the probability that `grey` makes an image grey.
     """
 
@@ -65,15 +64,13 @@ class Pipeline:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
         Only the augmentations in `augment` are applied and draw random numbers, in this order:
-        - resized_crop: up to `TRIES` random rectangles are tried, see `crop_boxes`; the chosen one
-          is stretched to the size of the image.
-        - crop: a vertical and a horizontal offset, each from 0 to 2 * `crop_padding` pixels.
-        - flip: an image is mirrored with probability 1/2.
-        - rotate: an angle from -`rotate_degrees` to `rotate_degrees`. A pixel of the result is the
-          nearest pixel of the image, and 0 outside of the image.
-        - jitter: factors of brightness, contrast and saturation from 1 - `jitter` to 1 + `jitter`;
-          then a shift of the hue by up to `jitter` of the colour circle in either direction.
-        - grey: an image turns grey with the probability `grey`.
+        - resized_crop: a random rectangle, see `crop_boxes`, is stretched to the size of the image.
+        - crop: the image is moved by up to `crop_padding` pixels.
+        - flip: the image is mirrored with probability 1/2.
+        - rotate: the image is turned by up to `rotate_degrees` in either direction.
+        - jitter: brightness, contrast and saturation get factors from 1 - `jitter` to 1 + `jitter`.
+          The hue moves by up to `jitter` of the colour circle.
+        - grey: the image turns grey with the probability `grey`.
         """
         # Images of one channel draw the same random numbers as images of three channels.
         if "resized_crop" in self.augment:
@@ -126,10 +123,8 @@ def _rotation_sources(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the position in the original image from which each pixel of a rotated image comes.
 
-    The first result, int64 [B, h * w], has positions in the flattened image: row * width + column.
-    The second result, bool [B, h * w], is False where the position is outside of the image; the
-    first result is then 0.
-    height, width: the size of the images in pixels.
+    Positions are row * width + column, int64 [B, h * w]. The second result, bool [B, h * w], is
+    False outside of the image, where the position is 0.
     degrees: [B], the angle of each image, counter-clockwise.
     """
     radians = np.deg2rad(degrees)[:, None, None]

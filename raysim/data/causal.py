@@ -1,12 +1,10 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
 Documents are joined into a stream of tokens: `end`, document 1, `end`, document 2, `end`, and so
-on. The token `end` ends a document. A stream is then cut into rows. The inputs of a row are T
-consecutive tokens of the stream. The labels are the T tokens that begin one position later.
+on. The stream is cut into rows of T inputs, whose labels are the tokens one position later.
 
-A document may begin with a prompt, which a model reads but is not trained to write. The labels of a
-prompt are `IGNORED`: no loss is computed for them. The last row of a stream is filled up with
-ignored labels.
+No loss is computed for labels that are `IGNORED`: those of a document's prompt, and those that fill
+up the last row of a stream.
 """
 
 from __future__ import annotations
@@ -48,12 +46,10 @@ class Vocabulary:
     """The tokens of a data set, and how text becomes tokens.
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
-    tokens: how many different tokens there are, and which token fills up short rows.
     names: the text of each token.
-    end: the number of the token that separates documents. It comes before each document, and after
-    the last document of a stream.
-    encode: function from a text to its token numbers, a vector of type int64.
-    decode: function from token numbers to their text.
+    end: the token before each document, and after the last document of a stream.
+    encode: function from a text to its tokens, int64 [tokens].
+    decode: function from tokens to their text.
     """
 
     tokenizer: str
@@ -243,15 +239,12 @@ def pack(
 ) -> Raw:
     """Cut documents into rows of tokens; return the rows as samples with next tokens as labels.
 
-    The label of a token is the next token of the document. The label of a document's last token is
-    the token of the vocabulary that ends a document. Tokens of a prompt are no labels: the label is
-    then `IGNORED`. Rows in which all labels are `IGNORED` are left out. Documents for testing
-    become rows for testing; no row has tokens for training and tokens for testing.
-    documents: the documents, some of which may be for testing.
-    vocabulary: the tokens, with the token that ends a document and the token that fills short rows.
+    The label of a document's last token is the token that ends a document. The label is `IGNORED`
+    where the next token belongs to a prompt. Rows without other labels are left out. No row has
+    tokens for training and tokens for testing.
     length: the largest number of tokens in a row.
-    is_packed: True joins all documents with the same `user` before it cuts them into rows. With
-    False, each document begins a new row.
+    is_packed: True joins all documents of a user before it cuts them into rows. With False, each
+    document begins a new row.
     place: the name of the data in errors.
     origin: a description of the columns that were read, for the plan of a run.
     Raise ValueError if no document is for training.
@@ -310,19 +303,15 @@ def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints
 class DocumentSettings:
     """The settings by which the documents of a table become samples for a language model.
 
-    Each row of the table is a document. A sample is a sequence of tokens.
-    columns: `data.columns`, a list with the name of the column of text or of token numbers. None
-    takes the only such column.
-    prompt: the column of prompts. A prompt stands in front of the row's text, and no loss is
-    computed for its tokens. None means that there are no prompts.
+    columns: the column of text or of token numbers, in a list. None takes the only such column.
+    prompt: the column of prompts, which stand in front of the row's text without a loss; or None.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and the numbers themselves for token numbers.
-    padding: `data.padding`. If documents are token numbers without a tokenizer, this token ends
-    each document, and also fills up short samples. In all other cases, it is not used.
+    padding: the token that ends documents and fills up short samples, for token numbers without a
+    tokenizer. Other documents do not use it.
     length: the largest number of tokens in a sample.
-    packing: True joins all documents of a user before it cuts them into samples. A user is the
-    person or device to whom a document belongs. False begins a new sample with each document. None
-    means False if there are prompts, else True.
+    packing: True joins all documents of a user before it cuts them into samples. False begins a new
+    sample with each document. None means False if there are prompts, else True.
     """
 
     columns: list[str] | None
@@ -343,11 +332,9 @@ def read_documents(
 ) -> Raw:
     """Turn a table with a document in each row into samples for a language model.
 
-    table: a table with a column of documents, which are text or token numbers.
     user: the name of the column of users; None if there is no such column.
-    users: [rows of the table], the user of each document; None if there are no users.
-    is_test: bool [rows of the table], True for documents that are for testing.
-    settings: the columns to read, the tokenizer, and the length of the samples.
+    users: [rows], the user of each document; None if there are no users.
+    is_test: bool [rows], True for documents that are for testing.
     place: the name of the table in errors.
     Raise ValueError if the documents are not in one column of text or of token numbers.
     """

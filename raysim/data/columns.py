@@ -70,13 +70,9 @@ def find_label(names: Sequence[str], place: str) -> str:
 def label_column(names: Sequence[str], label: str | None, fallback: str, place: str) -> str:
     """Return the name of a table's column of labels.
 
-    If the setting `data.label` is set, it names the column. Otherwise, the setting
-    `data.label_column` names the column. Its default is "label". If it has this default and the
-    table has no such column, a column with a usual name is taken. `LABEL_NAMES` has the usual
-    names, such as "y".
-    names: the names of the table's columns.
-    label: the value of `data.label`; None if it is not set.
-    fallback: the value of `data.label_column`.
+    label: `data.label`, which names the column; None if it is not set.
+    fallback: `data.label_column`, which names it otherwise. If it is "label" and there is no such
+    column, a column with a usual name from `LABEL_NAMES` is taken.
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -100,16 +96,14 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and the columns that are not used at all.
 
-    columns: the value of `data.columns`. If it is not None, these columns are the input, and no
-    column is returned as unused. None takes all columns except `known`, columns with row numbers,
-    and columns with a name in `USER_NAMES`, such as "client".
+    columns: `data.columns`, which are the input. None takes all columns except `known`, columns
+    with row numbers and columns with a usual name of users, such as "client".
     types: the types of all columns, by name.
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
-    Raise ValueError, if `columns` is None, in these cases:
-    - No column is left for the input.
-    - Several columns would form one input, but some of them do not contain numbers.
+    Raise ValueError if no column is left, or if columns without numbers would be joined into one
+    input.
     """
     if columns is not None:
         return columns, []
@@ -227,16 +221,11 @@ def read_inputs(
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Return the inputs of all samples as one array, and `Tokens` if they are token numbers.
 
-    `Tokens` has two fields: `size`, the number of different tokens, and `padding`, the token that
-    fills up short rows. For inputs that are not token numbers, None is returned in place of
-    `Tokens`.
-    columns: the names of one or more columns of the table. Several columns must all contain
-    numbers; a sample's input is then a row with its value in each column. A single column contains
+    columns: several columns of numbers, which are joined, or a single column. A single column has
     numbers, vectors of one length, token numbers (lists of integers) or text.
     settings: how text and token numbers become rows.
     place: the name of the table in errors.
-    Raise ValueError, with `place` and the column's name, for other columns and missing values
-    (null).
+    Raise ValueError for other columns and for missing values (null).
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
     for name, values in plain.items():
@@ -266,11 +255,8 @@ def _read_column(
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Convert a column of text or lists to an array of inputs.
 
-    Text and lists of integers become rows of token numbers. The second result is then `Tokens` with
-    two fields: `size`, the number of different tokens, and `padding`, the token that fills up short
-    rows. Lists of floats become rows of floats, and the second result is None.
-    name: the name of the column, for errors.
-    settings: how text and lists of integers become rows of token numbers.
+    Text and lists of integers become rows of token numbers, with `Tokens`. Lists of floats become
+    rows of floats, with None in place of `Tokens`.
     place: the name of the table in errors.
     """
     if is_text(column.type):
@@ -304,12 +290,8 @@ def _read_column(
 def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
     """Make all rows of token numbers equally long; return them as an array, and their `Tokens`.
 
-    The new rows are as long as the longest row in `rows`, but not longer than `length`. Tokens
-    after this length are left out, and short rows are filled up with `padding`. `Tokens` has two
-    fields: `size`, the largest number in the new rows or `padding`, plus 1, and `padding`.
-    rows: the token numbers of each sample.
-    length: the largest allowed number of tokens in a row.
-    padding: the token number that fills up short rows.
+    The new rows are as long as the longest row, but have at most `length` tokens. Longer rows are
+    cut off, and short rows are filled up with `padding`.
     """
     longest = max(map(len, rows), default=1)
     width = max(1, min(length, longest))
@@ -389,9 +371,8 @@ def read_label_column(
 ) -> LabelSet:
     """Convert the labels in a column to a `LabelSet`, which raysim can store.
 
-    values: the labels of all rows, which `label_values` or `structure_values` returned. If each
-    label is a Python dictionary of values, such as {"boxes": ..., "classes": ...}, the kind of the
-    task is "structure".
+    values: the labels of all rows. Dictionaries, such as {"boxes": ..., "classes": ...}, are of the
+    kind "structure".
     kind: `data.kind`; None infers the kind from the values.
     names: the names of the classes or outputs; None if the source does not give them.
     place: the name of the table in errors.
@@ -430,13 +411,8 @@ def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> lis
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
     """Return the labels of all rows, from a column of a table.
 
-    The result depends on the type of the column:
-    - Numbers or text become an array [n].
-    - Lists of a fixed size become an array [n, size].
-    - Lists of varying size become a list of lists.
-    - Structs become a list of dictionaries.
-
-    name: the name of the column.
+    Numbers and text become an array [n], and lists of a fixed size an array [n, size]. Other lists
+    become a list of lists, and structs a list of dictionaries.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
     Raise ValueError for a column of another type, and for missing values (null).
@@ -530,17 +506,13 @@ def assemble(
 ) -> Raw:
     """Return the samples of a data set; training samples come first.
 
-    The samples of a user become a domain, from which partition=natural makes a client.
-    inputs, labels: the inputs and the labels of the n samples, in any order.
-    users: [n], integers or text: the person or device to whom each sample belongs; None if there
-    are no users.
+    inputs, labels: of the n samples, in any order.
+    users: [n], integers or text, each of which becomes a domain; None if there are no users.
     is_test: bool [n], True for samples that are for testing.
-    tokens: the number of different tokens, and the token that fills up short rows; None if inputs
-    are not tokens.
+    tokens: None if inputs are not tokens.
     origin: a description of the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.
-    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
-    if a sample has only one input.
+    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None
@@ -568,12 +540,9 @@ def spread_test_rows(
 ) -> NDArray[np.bool_]:
     """Choose samples for testing; return a mask, bool [n], True for the chosen samples.
 
-    If each sample has one class, the samples are grouped by user and class. A sample without a
-    label is then never chosen. With other labels, such as numbers, the samples are grouped by user
-    only. The chosen samples are the same fraction of each group, and evenly spread over the group.
-    labels: the labels of all samples.
+    The same fraction of each group is chosen, evenly spread. A group has the samples of a user, or
+    of a user and class if each sample has one class. Samples without a label are then never chosen.
     users: the user of each sample; None if the samples have no users.
-    fraction: the fraction of the samples that is for testing.
     """
     groups = np.zeros(len(labels.values), np.int64)
     is_labelled = np.ones(len(groups), np.bool_)

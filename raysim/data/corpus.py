@@ -37,8 +37,8 @@ class _Corpus(Source):
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
     packing: True joins all documents that partition=natural gives to one client, before it cuts
     them into samples. False begins a new sample with each document.
-    test_fraction: the fraction of each document's tokens that is for testing, taken from the end of
-    the document. It is not used if there are test files.
+    test_fraction: the fraction at the end of each document that is for testing if there are no test
+    files.
     """
 
     length: int = 128
@@ -79,13 +79,13 @@ def _describe_empty(names: Sequence[str]) -> str:
 class Text(_Corpus):
     """A source that reads files of text: one file, or all *.txt in a folder and below it.
 
-    Files called test.txt, and files in a folder called test, are the central test set. If there are
-    none, the last `test_fraction` of each document is the central test set.
+    Files called test.txt and files in a folder called test are the central test set. Without such
+    files, it is the last `test_fraction` of each document.
 
     root: the file or the folder.
-    separator: the text between two documents of a file, where \\n stands for a new line. None means
-    that a file is one document.
-    user: "file" or "document"; with partition=natural, each file or each document is a client.
+    separator: the text between two documents of a file, where \\n stands for a new line.
+    None means that a file is one document.
+    user: what partition=natural makes a client, "file" or "document".
     """
 
     root: str | None = None

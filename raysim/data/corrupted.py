@@ -33,14 +33,10 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
     """Return the data set with the source's corruptions, or `clean` if the source has none.
 
-    The corruptions are applied in this order:
-    - Some training labels of each client become wrong (`data.label_noise`).
-    - Images are rotated (`data.rotation`). If the source has only one domain, each angle becomes a
-      domain.
-    - Blocks of pixels are replaced by their mean (`data.pool`).
+    First, labels become wrong (`data.label_noise`). Then images are rotated (`data.rotation`), and
+    in a source with one domain each angle becomes a domain. Last, blocks of pixels are replaced by
+    their mean (`data.pool`).
 
-    source: the source, whose settings describe the corruptions.
-    clean: the data set without corruptions.
     partition: the rows of each client, because noise and angles are drawn by client.
     seed: the seed of the run.
     """
@@ -119,14 +115,11 @@ def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDA
 def _draw_angles(
     source: Source, clean: Dataset, partition: Partition, seed: int
 ) -> tuple[Ints, Ints]:
-    """Draw an angle for each image of the rotated data set; return (rows, angle numbers).
+    """Draw an angle for each image of the rotated data set; return (rows, angle_numbers).
 
-    Both results are int64 [n]. Image i of the rotated data set is image rows[i] of the clean data
-    set, turned by the angle with the number angle_numbers[i]. This number is a position in
-    `rotation.angles`, or `NO_ANGLE` for an image that no client has.
-    clean: the data set without rotation.
+    Both are int64 [n]. Image i is image rows[i] of the clean data set, turned by
+    rotation.angles[angle_numbers[i]]. The number is `NO_ANGLE` for an image that no client has.
     partition: the rows of each client; the angle of an image depends on its client.
-    seed: the seed of the run.
     """
     rotation, rng = source.rotation, stream(seed, "rotation")
     num_angles = len(rotation.angles)

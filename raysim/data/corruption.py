@@ -30,17 +30,16 @@ IMAGES_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Rotation:
-    """The settings for rotating images: each image is turned by one of several angles.
+    """The settings for rotating images: each image is turned by one of A angles.
 
     per: "none" rotates nothing. "client" turns all images of client k by the angle with index k mod
-    A, where A is the number of angles. With "image", each client draws a distribution over the
-    angles, q ~ Dir(concentration). For each of its images, the client then draws an angle from q.
-    angles: the angles to choose from, in degrees, counter-clockwise.
+    A. With "image", each client draws a distribution over the angles, and then an angle for each
+    image.
+    angles: the angles in degrees, counter-clockwise.
     concentration: the parameter of the Dirichlet distribution with per="image".
-    interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
-    the four nearest pixels.
-    test: the rotation of the central test set. "all" repeats the set at every angle. "spread" turns
-    image j of the set by the angle with index j mod A.
+    interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four pixels.
+    test: "all" repeats the central test set at every angle. "spread" turns image j of the set by
+    the angle with index j mod A.
 
     The default angles and interpolation are those of FedBR's paper.
     """

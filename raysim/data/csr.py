@@ -73,13 +73,11 @@ class CSR:
 class Partition:
     """The training, test and validation rows of each client.
 
-    train: the rows that clients train on; unseen clients have none here.
-    test: the rows for testing.
+    train: unseen clients have none here.
     validation: the rows for choosing settings or rounds; None if there are none.
     spare: training rows that `partition.fraction` left out; None if it left out none.
     unseen: the numbers of the clients that are never trained, ascending; None if all are trained.
-    with_unseen: the training rows of all clients, including unseen ones. None if there are no
-    unseen clients.
+    with_unseen: the training rows of all clients; None if there are no unseen clients.
     """
 
     train: CSR

@@ -45,18 +45,13 @@ class Samples:
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width).
     labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs].
     domains: [n], the number of each row's domain.
-    train_rows: the number of training rows.
     class_names: the names of the model's outputs.
     domain_names: the names of the domains, in the order of their numbers.
-    kind: the kind of the task, such as "regression".
-    tokens: how many different tokens there are, and which token fills up short sequences; None if
-    inputs are not token sequences.
-    columns: a text that says which columns are inputs, labels and users, for the plan of a run.
-    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
-    if a sample has only one input.
-    targets: if each label has several arrays, a description of each array, in the order in which a
-    row of `labels` contains them; else ().
-    tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
+    tokens: None if inputs are not token sequences.
+    columns: the columns of inputs, labels and users as text, for the plan of a run.
+    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
+    targets: the same for each array of a label, in a row of `labels`; () for labels of one array.
+    tokenizer: the name of the tokenizer for language data; else "".
     """
 
     inputs: Inputs
@@ -162,10 +157,8 @@ def open_or_build(
     cache: `data.cache`, the folder of stored data sets; None for the usual folder.
     name: the beginning of the file's name, such as "digits".
     content: the settings that determine the data set. The file's name ends with their checksum.
-    build: a function that returns the data set.
 
-    Several processes may call this function at the same time: one builds the data set, and the
-    others wait.
+    Several processes may call this function at once: only one builds the data set.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -297,11 +290,8 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 def _verification_record(path: Path) -> tuple[Path, str]:
     """Return the path and the expected content of the file that records a verification.
 
-    This machine has verified the data set if the file exists and has this content. Each machine has
-    its own file, which is in the folder .verified/HOSTNAME next to the data set's file. The content
-    is the inode, the size and the modification time of the data set's file, so that a record
-    becomes invalid if that file changes.
-    path: the file of the data set.
+    This machine has verified the data set if this file exists with this content. The content
+    changes with the data set's file.
     """
     stat = path.stat()
     record = path.parent / ".verified" / socket.gethostname() / path.name

@@ -38,11 +38,10 @@ class Domains(Source):
 
     All data sets must have the same classes in the same order. `size` and `channels` convert all
     images to one shape.
-    root: the folder that contains the data sets, or that receives downloads; None uses the folder
-    of stored data sets.
+    root: the folder of the data sets and downloads; None uses the folder of stored data sets.
     download: False refuses to download missing data sets.
-    domains: names of data sets: scikit-learn's "digits", a data set that torchvision downloads, or
-    a folder in `root` with strips, Parquet files or pictures.
+    domains: scikit-learn's "digits", data sets that torchvision downloads, or folders in `root`
+    with strips, Parquet files or pictures.
     """
 
     root: str | None = None

@@ -33,13 +33,10 @@ CHANNEL_COUNTS = (1, 3, 4)  # of images
 class FederatedData:
     """The data that a run trains and evaluates on.
 
-    dataset_path: the file of the data set.
-    partition: the rows of each client.
     central: the rows of the central test set.
-    pipeline: the normalisation and augmentation of inputs.
     title: the names of the data set and of the partitioner, with changed settings, for plots.
-    users: the name of each client, as text: the person or device in the data set that it
-    represents, or its name in the lists of `partition=listed`. None if clients have no such names.
+    users: the name of each client: its user in the data set, or its name in `partition=listed`.
+    None if clients have no names.
     """
 
     dataset_path: Path
@@ -318,16 +315,11 @@ def pool_clients(data: FederatedData) -> FederatedData:
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
     """Choose clients at random that are scored, but never trained ("unseen clients").
 
-    An unseen client has no validation rows. Its training rows stay in the data, because a method
-    may adapt the model to them before the client is scored.
-    share: the setting `evaluate.unseen`. The number of unseen clients is this share of the clients
-    with training samples, rounded to an integer. 0 makes no client unseen.
-    seed: the seed of the run.
-    Raise ValueError for a share above 0 in these cases:
-    - The share is so small that it selects no client.
-    - The share selects all clients, so that none is left to train.
-    - No unseen client has test samples.
-    - A trained client and an unseen client have a common sample.
+    An unseen client has no validation rows. It keeps its training rows, because a method may adapt
+    the model to them before the client is scored.
+    share: `evaluate.unseen`, the share of the clients with training samples; 0 makes no client
+    unseen. Raise ValueError if no client would be unseen, if no client would be trained, if no
+    unseen client has test samples, or if a trained client has a sample of an unseen one.
     """
     if not share:
         return data
@@ -388,13 +380,10 @@ def _remove_rows(part: CSR, clients: Ints) -> CSR:
 def data_warnings(data: FederatedData) -> Iterator[str]:
     """Yield a warning for each property of the data that is probably a mistake.
 
-    These properties are:
     - More than half of the classes have no sample.
-    - Labels have a class per position, the largest class is 255, and the others seem to be small.
-      In segmentation, 255 often means "no label".
+    - Labels have a class per position, and the class 255 seems to mean "no label".
     - The images seem to have the shape [height, width, channels].
-    - There is no test sample: no client has one, and there is no central test set. If clients have
-      validation samples, the warning says that only these are scored.
+    - No client has a test sample, and there is no central test set.
     """
     dataset = data.open()
     if dataset.kind == "classification":

@@ -21,14 +21,11 @@ def pack_fields(
 ) -> tuple[NDArray[np.float32], tuple[InputField, ...]]:
     """Return one row of floats for each sample, [n, floats], and a description of each input.
 
-    The row has all inputs of the sample, one after another.
-    columns: an array [n, ...] for each input of the model, with a row for each of n samples. The
-    arrays are in a dictionary, by the name of the model's argument, or in a list in the order of
-    these arguments. uint8 values are divided by 255. Other integers are token numbers and are
-    stored as floats.
+    columns: an array [n, ...] for each input, by the name of the model's argument or in their
+    order. uint8 values are divided by 255. Other integers are token numbers.
     place: the name of the data in errors.
-    Raise ValueError if the arrays have different lengths, and for values that are not numbers.
-    Raise it also for token numbers that are negative or that a float32 cannot hold.
+    Raise ValueError for arrays of different lengths, for values that are not numbers, and for token
+    numbers that are negative or that a float32 cannot hold.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}
     fields: list[InputField] = []
@@ -65,15 +62,13 @@ def pack_fields(
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    A row has all arrays of a sample, one after another. In a row, the length of an array's first
-    axis stands in front of its values. Zeros after the values make all rows equally long.
-    `unpack_targets` restores the arrays.
-    targets: for each of n samples, a dictionary of arrays by name, such as "boxes" [k, 4]. Only the
-    length of the first axis, here k, may differ between samples.
+    A row has all arrays of a sample. In front of each array stands the length of its first axis,
+    and zeros after it make all rows equally long. `unpack_targets` restores the arrays.
+    targets: arrays by name for each sample, such as "boxes" [k, 4]. Only k may differ between
+    samples.
     place: the name of the data in errors.
-    Raise ValueError if samples have arrays of different names, or in another order. Also raise it
-    if arrays of the same name differ in an axis after the first one. Raise it, too, for values that
-    are not numbers, and for integers that a float32 cannot hold.
+    Raise ValueError for other names or shapes, for values that are not numbers, and for integers
+    that a float32 cannot hold.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
@@ -103,13 +98,9 @@ def _target_array(value: Any, place: str) -> NDArray[Any]:
 def _pack_column(
     name: str, arrays: Sequence[NDArray[Any]], place: str
 ) -> tuple[TargetField, NDArray[np.float32]]:
-    """Pack all samples' arrays of one name into rows of floats, [n, floats].
+    """Pack all samples' arrays of one name, such as "boxes", into rows of floats, [n, floats].
 
-    The target of a sample is a dictionary of arrays, for example with the keys "boxes" and
-    "scores". This function packs the arrays of one key. Return a description of these arrays, and
-    a row of floats for each of n samples.
-    name: the key of the arrays, such as "boxes".
-    arrays: the array of each of the n samples.
+    Return a description of the arrays, and the rows.
     place: how errors name the arrays, such as "data: the targets, boxes".
     """
     filled = [array for array in arrays if array.size] or arrays[:1]

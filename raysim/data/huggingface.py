@@ -38,18 +38,15 @@ class HuggingFace(TableSource):
     """A source that reads the splits `train` and `test` of a Hugging Face data set.
 
     root: a folder that `save_to_disk` wrote; None if `name` is set.
-    name, config: the name of a data set on the hub and of its configuration, for a download.
-    label: the name of the column of labels, which must exist. With None, `label_column` names the
-    column.
-    label_column: the name of the column of labels if `label` is None. With the default "label", a
-    column with another usual name, such as "y", is used if there is no column "label".
-    user: the name of the column of users, which must exist; each user is a domain. With None,
-    `domain_column` names the column.
-    domain_column: the name of the column of users if `user` is None. With the default "domain", a
-    column with another usual name, such as "client", is used if there is no column "domain".
-    If no column has such a name, the samples have no users.
-    test_fraction: the fraction of samples that is for testing if there is no split `test`. It is
-    taken from each class of each user.
+    name, config: a data set on the hub and its configuration, for a download.
+    label: the column of labels, which must exist. None uses `label_column`.
+    label_column: the column of labels if `label` is None. The default "label" also finds a column
+    with another usual name, such as "y".
+    user: the column of users, which must exist; each user is a domain. None uses `domain_column`.
+    domain_column: the column of users if `user` is None. The default "domain" also finds a column
+    with another usual name, such as "client". Without any, the samples have no users.
+    test_fraction: the fraction of each class of each user that is for testing if there is no split
+    `test`.
     """
 
     root: str | None = None

@@ -22,10 +22,9 @@ CSV_COLUMNS = ("path", "domain", "class", "split")
 class PictureFile(NamedTuple):
     """A picture file with its domain, its class and its split.
 
-    path: the path of the file, relative to the root, which is the folder `data.root`.
-    domain: the name of its domain. For a picture in root/domain/class/, this is the name of the
-    outer folder. For a picture in root/class/, it is the name of the root.
-    class_name: the name of its class, which is the folder that contains the file.
+    path: relative to the root, the folder `data.root`.
+    domain: the outer folder of root/domain/class/, or the name of the root for root/class/.
+    class_name: the folder that contains the file.
     split: "train", "test", or "" if unknown.
 
     If the root contains a file split.csv, all four values are from this file.
@@ -44,9 +43,8 @@ class ImageFolder(Source):
     These folders may also be inside root/train/ and root/test/. A file root/split.csv may list the
     pictures in the columns path, domain, class and split ("train" or "test").
     root: the folder.
-    test_fraction: the share of the pictures that is for testing. It is not used if there is a
-    split.csv, or if both folders root/train/ and root/test/ exist. With 0.2 it is every fifth
-    picture of each class of each domain, in the order of file names.
+    test_fraction: the share of each class of each domain that is for testing, evenly spread over
+    the file names. It is not used with a split.csv, or with both root/train/ and root/test/.
     """
 
     root: str | None = None

@@ -26,10 +26,7 @@ class LabelSet(NamedTuple):
 
     values: class numbers [n] or [n, ...], or floats [n, outputs] or [n, outputs, ...].
     names: the name of each output of the model: a class, a label or a value.
-    kind: the kind of the task.
-    targets: for kind="structure", each label consists of several arrays. A row of `values` stores
-    these arrays as floats, one after another. `targets` describes the arrays in this order. () for
-    other kinds.
+    targets: for kind="structure", the arrays of each label, in their order in a row of `values`.
     """
 
     values: NDArray[Any]
@@ -47,13 +44,13 @@ def read_labels(
 ) -> LabelSet:
     """Check the labels of a source and convert them to a `LabelSet`.
 
-    values: the labels of n samples: an array [n], [n, outputs] or [n, ...], or a sequence with a
-    list of labels for each sample. An array [n, 1] means the same as [n].
-    kind: the setting `data.kind`. If it is None, `infer_kind` finds the kind from the labels.
+    values: an array [n], [n, outputs] or [n, ...], or a list of labels for each sample. [n, 1]
+    means [n].
+    kind: `data.kind`; None takes the result of `infer_kind`.
     names: the names of the model's outputs; None if the source has none.
     place: the name of the source in errors.
-    ignore: the setting `data.ignore`: the class that means "no label". It is stored as `IGNORED`.
-    Raise ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
+    ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`. Raise
+    ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
     """
     if kind == "causal":
         raise streams_error(place)
@@ -97,14 +94,11 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n]. Also floats [n] that look like class numbers: whole
-      numbers from 0 on, with at most half as many different values as samples (see
+    - "classification": integers or text [n], and floats [n] that look like class numbers (see
       `_are_whole_classes`).
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
     - "positions": all other arrays of integers or text; each position has a class.
-
-    values: an array, or a list of labels for each sample.
     """
     if not isinstance(values, np.ndarray):
         return "multilabel"
@@ -169,9 +163,8 @@ def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, plac
     """Return numeric labels as float32 [n, outputs] or [n, outputs, ...], and the outputs' names.
 
     values: numbers [n], [n, outputs] or [n, outputs, ...].
-    kind: the kind of the task.
-    names: the names of the outputs. None, or a list of another length, gives the names "0", "1",
-    and so on; a single output is then called "value".
+    names: the names of the outputs. None, or a list of another length, gives "0", "1", and so on,
+    or "value" for a single output.
     place: the file or the argument that has the data, for errors.
     """
     if values.dtype.kind not in "iuf":

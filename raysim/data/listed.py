@@ -108,12 +108,11 @@ def is_lists_of_rows(part: object) -> bool:
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     """Return the numbers of the training rows that the user's lists give to each client.
 
-    content: the row numbers of each client, as a list of lists, or as a dictionary with a list for
-    each client's name.
+    content: a list of rows for each client, as a list of lists or as a dictionary by client's name.
     place: the setting that gives the lists, for errors.
     total: the number of training rows; None if it is not known yet.
-    Raise ValueError if the lists have another format. Also raise it if a row number occurs twice,
-    is negative, or is not below `total`.
+    Raise ValueError for another format, and for a row that occurs twice, is negative or is not
+    below `total`.
     """
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content

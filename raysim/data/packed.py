@@ -22,12 +22,12 @@ SPLITS = ("train", "test")
 class Strips(Source):
     """A source that reads the files of a folder with strips.
 
-    The training images are in train-000.png (or .webp), train-001.png, and so on, and their labels
-    in train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
-    classes (`classes`) and the height of an image in pixels (`height`); without a height, images
+    The training images are in train-000.png (or .webp), train-001.png, and so on, their labels in
+    train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
+    classes (`classes`) and the height of an image in pixels (`height`). Without a height, images
     are square.
     root: the folder with these files, or the parent of a folder `name` with these files.
-    name: the name of the data set, which errors name; None uses only the folder `root`.
+    name: the name of the data set, also in errors; None uses only the folder `root`.
     """
 
     root: str | None = None

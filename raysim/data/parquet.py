@@ -43,12 +43,10 @@ ROWS_AT_ONCE = 256  # rows of pictures that are read from a file at once
 class ParquetColumns(NamedTuple):
     """The names of the columns that a Parquet source reads, and of the columns that it ignores.
 
-    inputs: the columns of the input.
-    label: the column of labels.
     user: the column of users. Files without this column are accepted.
     has_pictures: True if the only input is a column of encoded pictures.
-    unused: the columns with row numbers or users that are left out of the input. [] for pictures,
-    and if `data.columns` names the input.
+    unused: the columns of row numbers or users that are left out of the input. [] for pictures, and
+    if `data.columns` names the input.
     """
 
     inputs: list[str]
@@ -62,25 +60,21 @@ class ParquetColumns(NamedTuple):
 class Parquet(TableSource):
     """A source that reads folders with train.parquet and test.parquet.
 
-    A split may also be several files: train-*.parquet or test-*.parquet.
-
-    Each user is a domain. If the files have no column of users, each folder is a domain.
+    A split may also be several files: train-*.parquet or test-*.parquet. Each user is a domain.
+    Without a column of users, each folder is a domain.
 
     root: one such folder, a list of such folders, or a folder that contains them. With several
     folders, the domain of a user is called "FOLDER/USER".
-    image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
-    Face stores them. It is not used if the setting `data.columns` names the columns of the input.
-    label: the name of the column of labels, which must exist. With None, `label_column` names the
-    column.
-    label_column: the name of the column of labels if `label` is None. With the default "label", a
-    column with another usual name, such as "y", is used if there is no column "label".
-    user: the name of the column of users, which must exist. With None, `domain_column` names the
-    column.
-    domain_column: the name of the column of users if `user` is None. If there is no such column, a
-    column with a usual name, such as "client", is used. If no column has such a name, the files
-    have no users.
-    test_fraction: the fraction of samples that is for testing, in folders without test files. It is
-    taken from each class of each domain. None means that every folder must have test files.
+    image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}. It is not
+    used if `data.columns` names the columns of the input.
+    label: the column of labels, which must exist. None uses `label_column`.
+    label_column: the column of labels if `label` is None. The default "label" also finds a column
+    with another usual name, such as "y".
+    user: the column of users, which must exist. None uses `domain_column`.
+    domain_column: the column of users if `user` is None. If it is missing, a column with a usual
+    name, such as "client", is used.
+    test_fraction: the fraction of each class of each domain that is for testing, in folders without
+    test files. With None, every folder must have test files.
     """
 
     root: str | list[str] | None = None
@@ -269,13 +263,9 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        Each user is a domain: the result is the column of users. If the setting `data.user` is not
-        set, the column `columns.user` may be missing. Then the domain of all rows is the name of
-        the folder that contains the file.
-        path: the file.
-        columns: the names of the columns that the source reads.
-        Raise ValueError if the file lacks the column of the labels, a column of the input, or the
-        column that `data.user` names. Also raise it if labels or users are missing (null).
+        The domain is the row's user. If `data.user` is not set and the file has no column of users,
+        it is the name of the file's folder. Raise ValueError if the file lacks a column of the
+        labels, the input or `data.user`, or if labels or users are missing (null).
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -411,12 +401,9 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Return the domain of each row as text, and the sorted names of all domains or None.
 
-    The domain of a row is "FOLDER/USER", or "FOLDER" if the file has no column of users. If all
-    users are integers, the names are sorted by folder and then by the user's number. If some users
-    are texts, None is returned in place of the names, and the caller sorts the names as texts.
-    parts: an array for each file, with the user of each row. For a file without a column of users,
-    every entry of the array is the name of the file's folder.
-    paths: the files, in the order of `parts`.
+    The domain of a row is "FOLDER/USER", or "FOLDER" if the file has no column of users. The names
+    are sorted by folder and user's number; None if some users are texts.
+    parts: for each file, the user of each row, or the name of the folder without a column of users.
     user: the name of the column of users.
     """
     # Users of the same name in two folders are different domains.
@@ -463,13 +450,8 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
     """Join the labels of all files; the result has the type of the first file's labels.
 
-    This type is one of the following:
-    - an array [rows] with one number or text for each row;
-    - an array [rows, width] with equally long lists;
-    - a list with one item for each row: a list of labels, or a dictionary.
-
-    paths: the files, for errors.
-    parts: the labels of each file, in one of these types.
+    It is an array [rows], an array [rows, width] of equally long lists, or a list with a list of
+    labels or a dictionary for each row.
     name: the column of labels, for errors.
     """
     if isinstance(parts[0], list):

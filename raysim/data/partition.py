@@ -99,13 +99,13 @@ class Draws:
 class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
-    A subclass overrides `assign`. If its rule needs the classes of the samples, it sets the class
-    attribute `by_class` to True; not all data have classes.
+    A subclass overrides `assign`. It sets the class attribute `by_class` to True if it needs
+    classes, which not all data have.
     fraction: the share of a client's training rows that the client uses.
-    test_fraction: the share of each client's rows that become the client's test rows. With None,
-    each client is scored on samples of the central test set; the function `tests` chooses them.
-    validation_fraction: the share of each client's rows that become its validation rows. The
-    validation score chooses the best round.
+    test_fraction: the share of each client's rows that become its test rows. With None, each client
+    is scored on the samples of the central test set that `tests` chooses.
+    validation_fraction: the share of each client's rows that become its validation rows. Their
+    score chooses the best round.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -149,9 +149,9 @@ class Partitioner:
 
         Return the positions of these samples in the central test set, by client. This function is
         used only if `test_fraction` is None.
-        labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number D of domains that have training rows. These domains are numbered
-        from 0 to D - 1, and domains without training rows have higher numbers.
+        labels, domains: those of each sample of the central test set.
+        num_domains: the number of domains with training rows. Domains from this number on have
+        none.
         """
         raise NotImplementedError
 
@@ -167,18 +167,13 @@ class Partitioner:
         return None
 
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
-        """Divide n samples between clients; return the training and test rows of each client.
+        """Divide n training samples between clients; return each client's rows.
 
-        With `validation_fraction` above 0, a client also gets validation rows. A row is the
-        position of a sample, from 0 to n - 1. Samples of the central test set are not among the n
-        samples.
-        The setting `fraction` removes training rows only. With a smaller `fraction`, a client keeps
-        a subset of the training rows that it has with a larger one.
-        labels, domains: [n], the label and the domain of each sample.
+        With `validation_fraction` above 0, a client also gets validation rows. A smaller `fraction`
+        keeps a subset of the training rows of a larger one.
+        labels, domains: [n].
         num_classes: the number of classes, including classes without samples.
-        seed: the seed of the run.
-        Raise ValueError if the samples cannot be divided with these settings. The error says which
-        setting to change.
+        Raise ValueError if the samples cannot be divided with these settings.
         """
         draws = Draws(
             labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order")
@@ -222,21 +217,17 @@ class IID(Partitioner):
 class Dirichlet(Partitioner):
     """A partition that draws the clients' shares of each class from a Dirichlet distribution.
 
-    The shares are drawn again until every client has `minimum` samples. This is the rule of
-    Yurochkin et al. (2019).
-    clients: the number of clients.
+    The shares are drawn again until every client has `minimum` samples (Yurochkin et al. 2019).
     alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
     to few clients.
-    balance: classes are divided one after another. With True, a client that already has the mean
-    number of samples gets none of the following classes.
+    balance: True gives no samples of the following classes to a client that already has the mean
+    number of samples.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number of samples.
-    grouping: the number of clients in a group; the last group may have fewer. The samples are first
-    divided at random between the groups. Then each group divides its samples between its clients.
-    None makes no groups.
-    per: "class" draws, for each class, the clients' shares of the class. "client" draws, for each
-    client, a probability of each class. For one class, the sum of these probabilities over all
-    clients is then scaled to 1. The scaled probabilities are the clients' shares of the class.
+    grouping: the number of clients in a group. The samples are divided at random between the
+    groups, and then in each group between its clients. None makes no groups.
+    per: "class" draws the clients' shares of each class. "client" draws class probabilities for
+    each client, and scales them to a sum of 1 over the clients.
     """
 
     by_class: ClassVar[bool] = True
@@ -306,17 +297,15 @@ class Dirichlet(Partitioner):
 class DirichletClient(Partitioner):
     """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
-    Each client draws a distribution over classes. Then it draws its samples from this distribution,
-    without replacement.
-    clients: the number of clients.
+    Each client draws a distribution over classes, and then its samples from it, without
+    replacement.
     alpha: the parameter of the Dirichlet distribution. With a small alpha a client has few classes.
     concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
     Dirichlet(alpha * p), where p_c is the share of class c in the data.
-    remaining: True computes p again for each client, from the samples that no client has taken yet.
-    This needs concentration="prior_scaled" and turns="sequential". False computes p once, from all
-    samples.
-    turns: "rotating" gives one sample to each client, then a second one to each client, and so on.
-    "sequential" gives a client all its samples before the next client gets any.
+    remaining: True computes p for each client from the samples that no client has taken yet. It
+    needs concentration="prior_scaled" and turns="sequential".
+    turns: "rotating" gives one sample to each client, then a second one, and so on. "sequential"
+    gives a client all its samples before the next client gets any.
     """
 
     by_class: ClassVar[bool] = True
