@@ -1,14 +1,11 @@
 """Score models on the workers, and make columns of the history from the scores.
 
-A client can be scored in up to four ways, which are called views:
-- `shared`: score the shared model on the client's samples;
-- `own`: score the client's own model on the client's samples. This model contains the client's
-  personal parameters, and a method may change it (hook `personalise`);
-- `finetuned`: score the own model in the same way after fine-tuning it on the client's data;
-- `common`: score the own model on the central test set.
-
-The loss decomposition of the FedLD paper (`Evaluator.decompose`) needs losses of single samples and
-parameters that can be added.
+A client can be scored in up to four ways, called views:
+- `shared`: the shared model on the client's samples;
+- `own`: the client's own model on the client's samples. This model has the client's personal
+  parameters, and a method may change it (hook `personalise`);
+- `finetuned`: the own model after fine-tuning it on the client's data;
+- `common`: the own model on the central test set.
 """
 
 from __future__ import annotations
@@ -56,19 +53,16 @@ def _no_clients() -> np.ndarray:
 class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
-    clients: the scored clients that take part in the training.
-    unseen: the scored clients that never take part in the training.
-    reports: the scoring calls of each view (kind of scoring). The views "shared", "own",
-    "finetuned" and "common" are described at the top of this file. The view "mean" scores the mean
-    of all replicas. If a method computes the scores itself, all calls belong to the view "sets".
-    members: for the loss decomposition, the clients whose local models are compared.
-    models: for the loss decomposition, one list of calls for each scored model. First come the
-    local models of `members`, in this order. The last model is the shared model after the
-    aggregation.
+    clients, unseen: the scored clients that take part in the training, and those that never do.
+    reports: the calls of each view. The page of this module describes "shared", "own", "finetuned"
+    and "common". "mean" scores the mean of all replicas. "sets" has all calls if a method computes
+    the scores itself.
+    members: the clients whose local models the loss decomposition compares.
+    models: for the loss decomposition, the calls for the local model of each of `members`. The last
+    entry is for the shared model after the aggregation.
     replicas: for each scored replica, the calls that score it on the central test set.
-    version: the scored version.
-    client_scores: for each column, pairs of an array of clients and an array of their scores;
-    `Evaluator.columns` fills it.
+    client_scores: for each column, pairs of client numbers and scores. `Evaluator.columns` fills
+    it.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -252,12 +246,9 @@ class Evaluator:
     ) -> list[list[Call]]:
         """Start scoring several versions on the central test set; return the calls of each version.
 
-        Replicas may be on disk. Then a worker gets its next version only after it has scored its
-        previous one, so that few versions are in memory.
-        central_tasks: the tasks that score one version on the central test set.
-        loaders: for each version, a function that returns a reference to this version. The function
-        reads the version from disk if necessary.
-        replicas: the replicas of the run.
+        central_tasks: the tasks that score one version.
+        loaders: for each version, a function that returns a reference to it. The function reads the
+        version from disk if necessary.
         """
         calls: list[list[Call]] = []
         workers = self.calls.active
@@ -293,11 +284,8 @@ class Evaluator:
         """Return the mean loss of every replica for each client, float64 [replicas, clients].
 
         clients: the clients, on whose training samples the losses are computed.
-        samples: the largest number of a client's samples that are used; None uses all samples. For
-        a client with more samples, `samples` of them are drawn at random. After each aggregation,
-        other samples are drawn.
-        replicas: the replicas of the run.
-        versions: the published versions of the replicas.
+        samples: the number of samples that are drawn from a client with more samples; None uses
+        all. After each aggregation, other samples are drawn.
         """
         calls: list[list[Call]] = []
         for number in replicas.numbers:
@@ -350,11 +338,8 @@ class Evaluator:
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
         """Return the tasks that score the shared model; each task is one batch of samples.
 
-        A batch may have samples of many clients.
-        The tasks are in the order in which `_shared_columns` reads the reports: test samples of
-        clients, test samples of unseen clients, the central test set, validation samples.
-        clients: the scored clients that take part in the training. Only they have validation tasks.
-        unseen: the scored clients that never take part in the training.
+        Their order is that of `_shared_columns`: test samples of clients, test samples of unseen
+        clients, the central test set, validation samples. A batch may have samples of many clients.
         """
         parts = [
             self._rows(self.tests, clients),
@@ -451,11 +436,9 @@ class Evaluator:
     ) -> list[tuple[int, Sequence[ScoringTask], VersionLoader]]:
         """Divide a worker's scoring tasks into calls, so that each call reads few bytes from disk.
 
-        These bytes are client states. A `VersionLoader` is a function that returns a reference to
-        the model version that a task scores.
-        Return a tuple for each call: the number of the worker, the tasks, and the `VersionLoader`.
-        worker: the number of the worker.
-        parts: for each version, the `VersionLoader` and the tasks that score this version.
+        Return the worker, the tasks and the `VersionLoader` of each call. The bytes are client
+        states.
+        parts: for each version, the function that loads it, and the tasks that score it.
         """
         chunks: list[tuple[int, Sequence[ScoringTask], VersionLoader]] = []
         for loader, tasks in parts:
@@ -472,13 +455,10 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of a model on each client's training samples, float64 [clients].
 
-        The workers compute the losses, and this function waits for them.
-        clients: the numbers of the clients.
-        samples: the largest number of samples that are used for a client. If a client has more
-        samples, `samples` of them are drawn at random. None uses all samples.
+        samples: the number of samples that are drawn from a client with more samples; None uses
+        all.
         version: the number of aggregations so far. It changes only which samples are drawn.
-        loaders: for each client, a function that returns a reference to the model version whose
-        loss is computed.
+        loaders: for each client, a function that returns a reference to the model version.
         """
         calls = self._start_losses(clients, samples, version, loaders)
         return self._collect_losses(clients, calls)
@@ -622,15 +602,12 @@ class Evaluator:
         return row
 
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
-        """Return columns with the replicas' scores on the central test set.
+        """Return columns with the scores of replicas, and of their mean, on the central test set.
 
-        The mean of the parameters of all replicas is a model, too: the mean model. The columns
-        contain the scores of single replicas, and the score of the mean model. If clients have
-        validation samples, the columns also contain the mean model's score in the best round. The
-        best round is the round with the best validation score of the clients' own models.
-        mean: the workers' reports on the mean model.
-        scoring: the scoring that has started the calls for single replicas (`Scoring.replicas`).
-        own: the columns with the scores of the clients' own models, with the validation score.
+        With validation samples there is also the mean's score in the round in which the clients'
+        own models had the best validation score.
+        mean: the workers' reports on the mean of all replicas.
+        own: the columns with the scores of the clients' own models.
         """
         losses = np.concatenate([report.losses for report in mean])
         row: Row = {"loss_global": mean_loss(losses)}
@@ -696,8 +673,7 @@ class Evaluator:
             aggregation        = global_loss - sum_ij p_i p_j L_ij
 
         L_ij is the loss of client i's local model on client j's samples. g_j is the loss of the
-        next shared model on client j's samples. p_i is the share of client i in all samples.
-        scoring: the scoring that `decompose` has started.
+        next shared model on them. p_i is the share of client i in all samples.
         """
         column = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))

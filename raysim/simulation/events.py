@@ -16,17 +16,14 @@ from raysim.training.identity import Identity
 class JobRecord(NamedTuple):
     """A job that has ended, or that was in flight when the run ended.
 
-    client: the number of the client.
     participation: the number of earlier jobs of the client.
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the number of the aggregation for which the update was planned. For a lost or discarded
-    job it is the next aggregation after the job's end. For a job in flight it is the number of the
-    last round plus 1.
-    staleness: the staleness of an aggregated or failed job; 0 for other jobs.
-    energy_wh, money, co2_g: the cost of the job, or 0 if the fleet has no such cost. For a job in
-    flight it is what the whole job will cost.
+    round: the aggregation for which the update was planned. For a lost or discarded job, the next
+    aggregation after its end. For a job in flight, the last round plus 1.
+    staleness: 0 unless the job is aggregated or failed.
+    energy_wh, money, co2_g: the cost of the whole job; 0 if the fleet has no such cost.
     """
 
     client: int
@@ -93,14 +90,14 @@ class Waiting:
     """The event that a run has received no answer from any worker for a long time.
 
     worker: the number of the worker whose answer the run needs next.
-    clients: the clients that this worker trains now; () if it trains none.
-    seconds: the wall time in seconds for which this worker has not answered.
+    clients: the clients that this worker trains now.
+    seconds: the wall time for which this worker has not answered.
     node: name and address of the worker's node; "" if unknown.
-    replaced_after: the seconds without an answer after which the worker counts as dead and is
-    replaced; infinity if the run waits forever.
-    node_timeout: the seconds without an answer after which the worker's node counts as lost; None
-    if the node answers.
-    stacks: the call stacks of the threads of the worker's process, as text; "" if unknown.
+    replaced_after: the seconds without an answer after which the worker is replaced; infinity if
+    never.
+    node_timeout: the seconds without an answer after which the node counts as lost; None if the
+    node answers.
+    stacks: the call stacks of the worker's threads; "" if unknown.
     """
 
     worker: int
@@ -155,10 +152,9 @@ class Finished:
     """The event that a run has ended.
 
     model_sha256, state_sha256: checksums of the final model, and of client states and server state.
-    peak_memory_bytes: the peak memory of the coordinator's process, in bytes.
-    jobs: the jobs that were in flight when the run ended, so that no aggregation used them.
-    best_model: the round of the best model, the score that decided it, and a checksum, as in
-    summary.json; None if there is no such model.
+    peak_memory_bytes: the peak memory of the coordinator's process.
+    jobs: the jobs that were in flight when the run ended.
+    best_model: its round, deciding score and checksum, as in summary.json; None if there is none.
     processes: the processes of the run, if there were several.
     """
 

@@ -22,16 +22,13 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """The forecast of a run, from its first planned aggregations.
 
-    The first half of these aggregations is a warm-up, and is left out of these five values:
+    The first five values leave out the first half of these aggregations, as a warm-up.
     in_flight: the mean number of jobs in flight.
-    seconds: the mean time from one aggregation to the next, in virtual seconds.
+    seconds: the mean virtual seconds from one aggregation to the next.
     staleness: the mean staleness of aggregated updates.
-    lost, discarded: the fractions of the ended jobs that are lost, and that are discarded.
-
-    The next two values are about all planned aggregations:
+    lost, discarded: fractions of the ended jobs.
     workers_busy: the fraction of wall time in which workers work.
-    workers_busy_ahead: what `workers_busy` would be if all aggregations were planned before the
-    training. If the plan does not depend on training results, it is equal to `workers_busy`.
+    workers_busy_ahead: this fraction if all aggregations were planned before the training.
     """
 
     in_flight: float
@@ -46,9 +43,8 @@ class Forecast:
 def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     """Return the forecast of a run; the planner cannot be used afterwards.
 
-    Nothing is trained, so a selection that uses clients' reports gets none here.
-    rounds: the number of rounds of the run.
-    workers: the number of workers of the run.
+    A selection that uses clients' reports gets none here.
+    rounds, workers: the numbers of rounds and workers of the run.
     Raises ValueError if the run cannot begin with this fleet.
     Raises RunStoppedError if no aggregation can be planned, or if the selection rule makes a choice
     that is not allowed.
@@ -102,13 +98,10 @@ def workers_busy(
 ) -> float:
     """Return the share of wall time in which workers would work, from 0 to 1.
 
-    The share is the result of a simulation with these assumptions. Every worker needs the same time
-    for a sample. A job can begin when its base version exists. Workers train the jobs of the next
-    aggregation first. A job whose update is never aggregated is not trained.
-    aggregations: the planned aggregations of a run, in order.
-    workers: the number of workers.
-    plans_ahead: False if each aggregation is planned only after the previous one was made. A job
-    can then begin only when its aggregation is planned.
+    Every worker needs the same time for a sample. Jobs of the next aggregation are trained first. A
+    job whose update is never aggregated is not trained.
+    plans_ahead: True lets a job begin when its base version exists. False lets it begin only when
+    its aggregation is planned, after the previous one was made.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

@@ -1,13 +1,9 @@
 """The sums of updates that workers and nodes make for an aggregation.
 
-The updates of an aggregation are added up in a binary tree (`tree_sum`). A group is the set of jobs
-in a subtree of this tree. A process that has all updates of a group can replace them by the sum of
-the group.
-
-A worker sums the updates that it has. If the model is large (`Runtime.combine_from`), the sums of
-the workers on one node are added up on this node, before they are sent to the coordinator's node.
-Therefore only a few vectors are sent to the coordinator. The bits of the result do not depend on
-which process made which sum.
+A process that has all updates of a group (a subtree of the summation tree) can replace them by
+their sum. A worker sums its updates. If the model is large (`Runtime.combine_from`), each node adds
+up the sums of its workers before it sends them to the coordinator's node. The bits of the result do
+not depend on which process made which sum.
 """
 
 from __future__ import annotations
@@ -105,9 +101,7 @@ def fetch_sums(
 
     Return the fetched sums by group, and the groups whose sum was lost with a node. A group whose
     jobs all failed is in neither result.
-    sums: references to the small sums, which are on nodes.
-    trees: the summation trees, which decide the largest possible groups.
-    runtime: lets nodes add up sums, and fetches values.
+    sums: references to the small sums.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []
@@ -133,10 +127,9 @@ def fetch_sums(
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
     """Start to add up the sums of consecutive groups; return a reference to the total.
 
-    Each node adds up the sums that it has. If a subtree has sums on several nodes, the subtree is
-    divided into its two halves. The sum of one half is then sent to the node of the other half.
-    Such transfers run in parallel.
-    parts: the sums, in the order of their groups in the summation tree.
+    Each node adds up the sums that it has. If a subtree has sums on several nodes, the sum of one
+    half is sent to the node of the other half.
+    parts: the sums, in the order of the summation tree.
     """
     if len(parts) == 1:
         return parts[0]

@@ -24,12 +24,6 @@ class RowWriter:
     """The object that makes the history's row of each aggregation.
 
     Some columns count events since the last row, such as deaths of workers.
-    spec: the run.
-    declarations: what the methods of the run declare.
-    calls: the object that makes the calls to workers; it has the number of deaths of workers so
-    far.
-    dispatcher: the object that knows how long workers worked.
-    client_states: the client states; the row has their size in bytes.
     network_columns: function that returns the columns of bytes sent between nodes since the last
     row.
     """
@@ -141,11 +135,9 @@ class RowWriter:
     def store_bytes(self, version_bytes: int, result_floats: int) -> int:
         """Return the bytes in the object store when all updates of a round have arrived.
 
-        The result is the sum of the bytes of versions, of results of calls and of client states. A
-        client state of unknown size counts as the mean of the states of known size.
+        These are versions, results of calls and client states, partly estimated.
         version_bytes: the bytes of all versions in the store.
-        result_floats: the number of floats, not bytes, in the results that no aggregation has used
-        yet. A result is an update or a sum of updates.
+        result_floats: the number of floats in unused updates and sums of updates.
         """
         return version_bytes + result_floats * self.itemsize + self.client_states.bytes
 

@@ -45,11 +45,9 @@ class JobQueue:
 
         At most `MAX_PASSED_JOBS` jobs are passed over.
 
-        accepts: function that returns True if the worker accepts a job. The first argument is the
-        job. The second argument is a bool, which is True until a job is accepted.
-        max_jobs: the largest number of jobs to return.
-        max_work: a number of samples. No more jobs are added once the accepted jobs have this many
-        samples in total.
+        accepts: returns True if the worker accepts the job in its first argument. Its second
+        argument is True until a job is accepted.
+        max_work: no more jobs are added once the accepted jobs have this many samples in total.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

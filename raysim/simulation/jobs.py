@@ -27,9 +27,7 @@ class JobState(enum.StrEnum):
 
     PLANNED: the base version of the job does not exist yet.
     DISPATCHED: the base version exists. It is not known yet whether the update will be aggregated.
-    IN_FLIGHT: the update will be aggregated, but this has not happened yet. The job waits for a
-    worker, a worker trains it, or its update waits for the aggregation.
-    AGGREGATED: the update was aggregated.
+    IN_FLIGHT: the update will be aggregated. The job waits or trains, or its update waits.
     FAILED: the job raised an error, or its result is not finite.
     LOST: the client dropped out.
     DISCARDED: the update was too stale, or is not needed.

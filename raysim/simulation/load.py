@@ -48,11 +48,11 @@ class _Traffic:
 class VaryingTensors:
     """The tensors of one method whose sizes change from version to version.
 
-    A size is a number of floats. The keys of all fields are full names of tensors, "method.name".
-    sent: the size in version 0 of each tensor that the server sends to clients.
-    uploaded: the size in version 0 of each tensor that clients send to the server.
-    planned: for each tensor in `uploaded`, a function that plans the tensor's size. The argument of
-    the function is the total size of all tensors in `sent` that the client received.
+    Sizes are numbers of floats. The keys are full names of tensors, "method.name".
+    sent: the sizes in version 0 of tensors that the server sends to clients.
+    uploaded: the sizes in version 0 of tensors that clients send to the server.
+    planned: for each tensor in `uploaded`, a function that returns its size. The argument is the
+    total size of all tensors in `sent` that the client received.
     """
 
     sent: Mapping[str, int]
@@ -70,8 +70,6 @@ class VaryingTensors:
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
         """Return how much larger than in version 0 a job's download and upload are, in floats.
 
-        The first number is for the download, and the second one for the upload. The size of the
-        upload follows from the size of the download by the functions in `planned`.
         floats_of: function that returns the size, in floats, of a tensor that the job's client
         receives. Its argument is the tensor's full name, "method.name".
         """
@@ -118,13 +116,10 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 class Loads:
     """A callable that computes the `Load` of a job: samples to process, floats received and sent.
 
-    A sample that makes only a forward pass counts as `FORWARD` samples (less than one).
-    spec: the run.
-    declarations: what the methods of the run declare.
+    A sample that makes only a forward pass counts as `FORWARD` samples.
     counts: int64 [clients], the number of training samples of each client.
-    sent_floats: function that returns the present size, in floats, of a tensor that the server
-    sends to a client. Its arguments are the client and the tensor's full name, "method.name". None
-    means that in all versions every tensor has the same size as in version 0.
+    sent_floats: function of a client and a tensor's full name, "method.name". It returns how many
+    floats of this tensor the client receives now. None means the sizes of version 0.
     """
 
     def __init__(
@@ -202,15 +197,12 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 class StepMessages:
     """The compressed changes between versions, which clients receive in place of the parameters.
 
-    A message contains the change of the parameters from one version to the next. A client receives
-    the messages of all versions since the base version of its last job. A client receives the whole
-    parameters if they are smaller than these messages, or if it has had no job.
-    words: the size of one message in 32-bit words.
-    parameters: the number of parameters.
-    clients: the number of clients.
+    A client receives the changes of all versions since the base version of its last job. It
+    receives the whole parameters if they are smaller, or if it has had no job.
+    words: the size of the change from one version to the next, in 32-bit words.
 
-    Attribute `received`, int32 [clients], is the base version of each client's last job; -1 for a
-    client without a job.
+    The attribute `received`, int32 [clients], is the base version of each client's last job; -1 for
+    a client without a job.
     """
 
     def __init__(self, words: int, parameters: int, clients: int):
@@ -263,12 +255,9 @@ class PeerLoads:
 class ChoiceLoads:
     """A callable that computes the `Load` of a job if clients choose their replica by its loss.
 
-    A client receives all replicas and computes the loss of each on its training samples. It then
-    trains the replica with the smallest loss, and sends the number of this replica with its update.
+    A client receives all replicas and computes the loss of each on its training samples. It trains
+    the replica with the smallest loss, and sends this replica's number with its update.
     loads: computes the load of a job in a run with one replica.
-    declarations: what the methods of the run declare.
-    replicas: the number of replicas.
-    counts: int64 [clients], the number of training samples of each client.
     """
 
     def __init__(self, loads: Loads, declarations: Declarations, replicas: int, counts: np.ndarray):
@@ -303,14 +292,10 @@ def make_planner(
 ) -> Planner:
     """Return the planner of a run that has not begun.
 
-    spec: the run.
-    declarations: what the methods of the run declare.
-    schedule: when clients are dispatched and their updates are aggregated.
-    fleet: the rule that draws the clients' devices.
     network: the run's topology as `make_network` returns it; None calls `make_network`.
-    sent_floats: function of a client and the full name of a tensor. It returns the number of floats
-    of this tensor that the client receives with the current version. None means that the sizes of
-    version 0 are used.
+    sent_floats: function of a client and a tensor's full name, "method.name". It returns how many
+    floats of this tensor the client receives with the current version. None means the sizes of
+    version 0.
     """
     if network is None:
         network = make_network(spec, declarations, fleet)

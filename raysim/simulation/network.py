@@ -220,12 +220,9 @@ def make_replicas(
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
     """Return each client's sample count for a replica, and how many clients never train it.
 
-    A client never trains this replica if it is an unseen client (`evaluate.unseen`), or if a
-    different replica serves it.
-    The counts are int64 [clients], with an entry for each client of the run: the number of training
-    samples, or 0 if the client never trains this replica.
+    Unseen clients and clients of other replicas never train it. The counts are int64 [clients]: the
+    number of training samples, or 0 if the client never trains the replica.
     replica_of: int [clients], the number of the replica that serves each client.
-    replica: the number of this replica.
     """
     partition = spec.data.partition
     is_member = replica_of == replica
@@ -249,10 +246,9 @@ def _drawn_vector(
 ) -> Tensor:
     """Return a copy of the shared vector in which the model's tensors have new random values.
 
-    Only the tensors of the neural network "model" get new values. Tensors of further neural
-    networks, such as a method's discriminator, keep the values of `vector`.
-    vector: float [layout.shared], the initial shared vector of the run.
-    replica: the number of the replica; each replica gets different random values.
+    Tensors of further networks, such as a method's discriminator, keep the values of `vector`.
+    vector: float [layout.shared], the initial shared vector.
+    replica: each replica gets different random values.
     Raises ValueError if a layer of the model cannot draw initial values.
     """
     with torch.random.fork_rng(devices=[]):
