@@ -479,12 +479,9 @@ class Domain(Partitioner):
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Divide the central test samples of each domain between the clients of this domain.
 
-        Return the positions of these samples in the central test set, by client.
-        labels: not used.
-        domains: the domain of each sample of the central test set.
-        num_domains: the number D of domains that have training rows. These domains are numbered
-        from 0 to D - 1. Domains without training rows have higher numbers, and no client gets their
-        test samples.
+        The rows of the result are positions in the central test set.
+        num_domains: the number of domains with training rows. Domains from this number on have
+        none, and no client gets their test samples.
         """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
@@ -498,12 +495,9 @@ class Domain(Partitioner):
 class Natural(Partitioner):
     """A partition in which every user is a client.
 
-    column: the column of the data that contains the user of each row. With None, each domain of
-    the data is a user.
-    minimum: users with fewer samples are left out. The samples that later become the user's test
-    samples count, too.
-    clients: the number of users that are drawn at random from all users with at least `minimum`
-    samples; None takes all of these users.
+    column: the column of the data with the user of each row. None makes each domain a user.
+    minimum: users with fewer samples are left out. Later test samples count, too.
+    clients: the number of users to draw at random; None takes all with at least `minimum` samples.
     """
 
     column: str | None = None
@@ -600,12 +594,10 @@ class DomainClass(Partitioner):
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Choose the samples of the central test set on which each client is scored.
 
-        Return the positions of these samples in the central test set, by client. A client gets all
-        test samples of its domain whose class is in its group of classes.
-        labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number D of domains that have training rows. These domains are numbered
-        from 0 to D - 1. Domains without training rows have higher numbers, and no client gets their
-        test samples.
+        A client gets all test samples of its domain and of its group of classes. The rows of the
+        result are positions in the central test set.
+        num_domains: the number of domains with training rows. Domains from this number on have
+        none, and no client gets their test samples.
         """
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(
@@ -647,10 +639,9 @@ def _draw_until_minimum(
 ) -> Floats:
     """Draw shares again and again until every client has `minimum` samples; return the shares.
 
-    draw: function that draws the shares of the N clients.
-    client_sizes: function that computes the number of samples of each client, [N], from the shares.
-    minimum: the smallest number of samples that a client may have.
-    alpha, clients: the settings `partition.alpha` and `partition.clients`, which the error names.
+    draw: function that draws the shares of all clients.
+    client_sizes: function that computes the number of samples of each client from the shares.
+    alpha, clients: settings that the error names.
     Raise ValueError if none of at most `MAX_ATTEMPTS` draws is sufficient.
     """
     shares = draw()

@@ -58,25 +58,21 @@ NO_ORIGIN = Origin()
 class Raw:
     """The samples of a source, training samples first: arrays, or pictures that are not decoded.
 
-    inputs: an array [n, ...] of uint8 values (0 to 255), floats or int64 token numbers; or n
-    pictures.
-    labels: class numbers [n], or [n, ...] if each position, such as a pixel, has a class. For
-    regression, values [n, outputs] or [n, outputs, ...]. For multilabel data, [n, outputs] with 1
-    for labels that a sample has, else 0. For kind="structure", a row of floats for each sample,
-    [n, length of a row].
+    inputs: an array [n, ...] of uint8 values, floats or int64 token numbers; or n pictures.
+    labels: class numbers [n], or [n, ...] if each position has a class. For regression, values [n,
+    outputs] or [n, outputs, ...]. For multilabel data, 1 or 0 for each label, [n, outputs]. For
+    kind="structure", floats [n, length of a row].
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.
     domain_names: the names of the domains, in the order of their numbers.
     kind: the kind of the task, such as "regression".
-    tokens: the number of different tokens, and the token that fills up short rows. None means that
-    the number of tokens is the largest token in `inputs` plus 1.
+    tokens: the number of tokens and the padding; None takes the largest token in `inputs` plus 1.
     origin: the names of the columns that were read, for the plan of a run.
-    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
-    if a sample has only one input.
-    targets: for kind="structure", each label consists of several arrays. `targets` describes these
-    arrays, in the order in which a row of `labels` contains them. () for other kinds.
-    tokenizer: the name of the tokenizer that decodes the tokens of language data to text; else "".
+    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
+    targets: for kind="structure", a description of each array of a label, in their order in a row
+    of `labels`.
+    tokenizer: the name of the tokenizer of language data; else "".
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -99,26 +95,23 @@ class Source:
 
     only: the names of the classes to keep, numbered in this order; None keeps all.
     size: the height and width in pixels to which images are resized; None keeps their size.
-    channels: 1 makes images grey, 3 makes them RGB. None keeps grey images grey and makes coloured
+    channels: 1 makes images grey, 3 makes them RGB. None keeps grey images and makes coloured
     pictures RGB, without transparency.
     cache: the folder for the data sets that raysim writes. None uses the environment variable
     RAYSIM_CACHE, or else ~/.cache/raysim.
-    kind: the kind of the task. "classification", "regression" and "multilabel" have the usual
-    meaning. "positions" means a class at each position, such as a pixel. "causal" means language
-    data, and "structure" means labels of several named arrays. None infers the kind from the
-    labels.
-    ignore: the label that means "no label"; losses and scores ignore samples and positions that
-    have it. Strips, folders of pictures, and sources that download or generate samples do not use
-    it.
+    kind: "classification", "regression", "multilabel", "positions" (a class at each position, such
+    as a pixel), "causal" (language data) or "structure" (labels of several named arrays). None
+    infers it from the labels.
+    ignore: the label that means "no label", which losses and scores ignore. Strips, folders of
+    pictures, and sources that download or generate samples do not use it.
     label_noise: the share of each client's training labels that are changed to another class.
     rotation: the rotation of images by fixed or random angles (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
     mean, std: lists with one value for all channels, or one per channel. Inputs x become (x - mean)
     / std, after images are scaled to [0, 1]. None does not normalise.
     augment: the augmentations of images in training: any of "resized_crop", "crop", "flip",
-    "rotate", "jitter" and "grey".
-    crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations (see
-    `Pipeline` in batches.py).
+    "rotate", "jitter" and "grey". crop_padding, rotate_degrees, crop_area, jitter, grey: the
+    strengths of these augmentations (see `Pipeline` in batches.py).
     """
 
     only: list[str | int] | None = None
@@ -311,19 +304,14 @@ def convert_inputs(
 ) -> tuple[Inputs, Tokens | None]:
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
-    - Floats and booleans become float32.
-    - uint8 values stay uint8 if `tokens` is None.
-    - All other integers are token numbers and become int64.
-
-    The second result is None if the inputs are not token numbers.
-    inputs: the inputs of all samples, [n, ...].
-    tokens: the number of different tokens, and the token that fills up short rows. If it is None
-    and the inputs are token numbers, the number of tokens is the largest token plus 1.
+    Floats and booleans become float32. uint8 values stay uint8 if `tokens` is None. All other
+    integers are token numbers and become int64. `Tokens` are None for other inputs than token
+    numbers.
+    inputs: [n, ...].
+    tokens: None infers them from the largest token number.
     name: the name of the source, for errors.
-    Raise ValueError in these cases:
-    - The inputs are neither numbers nor booleans.
-    - A float is nan, infinite or too large for float32.
-    - A token number is negative, or not below the number of tokens.
+    Raise ValueError for inputs that are neither numbers nor booleans, floats that are not finite in
+    float32, and token numbers that `tokens` does not allow.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind
@@ -390,10 +378,9 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
     """Convert the labels of samples to the kind of task that `data.kind` sets.
 
     For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0. Raise
-    ValueError if the labels cannot be converted.
-    raw: the samples as the source read them.
-    kind: the value of `data.kind`; None returns the samples unchanged.
-    ignore: the label of samples and positions that have no class (`data.ignore`).
+    ValueError if this is impossible.
+    kind: None changes nothing.
+    ignore: `data.ignore`, the label that means "no label".
     place: the file or the argument that has the data, for errors.
     """
     if kind in (None, raw.kind):

@@ -50,15 +50,12 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Convert labels to class numbers; return the numbers, and the names of the classes.
 
-    values: integers or text. The number of a text is its position in `names`. Without names, the
-    different texts are numbered in alphabetical order.
-    names: the class names. None means that integer labels are the classes 0 to the largest label.
+    values: integers or text. A text has its position in `names`, or in alphabetical order without
+    names.
+    names: the class names. None allows the integers from 0 to the largest label, below `samples`.
     place: the name of the source in errors.
-    samples: the number of samples; None means the length of `values`, one label for each sample.
-    Without `names`, an integer label must be smaller than the number of samples. Larger integers
-    are probably values of a regression.
-    Raise ValueError for labels that are neither integers nor text, or not one of the classes. Also
-    raise it for integers that are too large for `samples`.
+    samples: the number of samples; None takes the length of `values`.
+    Raise ValueError for labels that are neither integers nor text, or not one of the classes.
     """
     samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":

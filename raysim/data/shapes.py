@@ -20,10 +20,9 @@ CLASS_NAMES = ["background", "circle", "square", "triangle"]
 class Shapes(Source):
     """A source of grey images [1, pixels, pixels] with one shape each and a class per pixel.
 
-    users: the number of simulated cameras. Each camera has its own brightness and prefers one
-    shape; with partition=natural each camera is a client.
     samples, test_samples: the numbers of images for training and for central tests.
-    pixels: the height and width of an image.
+    users: the number of simulated cameras. Each has its own brightness and prefers one shape; with
+    partition=natural each camera is a client.
     noise: standard deviation of the noise, in levels of 0 to 255.
     seed: the seed of the random numbers; the seed of the run does not change the data.
     """

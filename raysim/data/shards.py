@@ -68,22 +68,20 @@ class Part(NamedTuple):
 class WebDataset(Source):
     """A source that reads tar files, in which all files with the same key form a sample.
 
-    For example, 0007.jpg and 0007.cls are the files of one sample. Their key is 0007, the path up
-    to the first dot of the name. The text after this dot is the ending. It gives the type of the
-    file: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
+    For example, 0007.jpg and 0007.cls are the files of the sample 0007. The ending after the first
+    dot of the name gives the type: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
 
     root: a folder of tar files, in which names of test files start with "test"; or a folder with
     the subfolders train and, optionally, test.
-    columns: the endings of the input files, such as "jpg". None uses all endings except for those
-    of the label and the user. With several endings, the model gets an argument for each ending. The
-    argument's name is the ending up to its last dot, such as `image` for "image.png". An ending
-    without a dot is itself the name, such as `jpg`.
+    columns: the endings of the input files, such as "jpg". None uses all but the label and the
+    user. With several endings, each is an argument of the model. The argument's name ends before
+    the last dot, such as `image` for "image.png".
     label: the ending of the file with a sample's label. None finds a usual ending, such as "cls". A
     label is an integer, text, an array, a picture whose pixels are classes, or JSON.
-    user: the ending of the file with the person or device to whom a sample belongs. None finds a
-    usual ending, such as "user"; without such a file, the samples have no users.
-    test_fraction: the fraction of samples for testing, which is used only without test files. It
-    applies to each user separately, and to each class of a user's samples.
+    user: the ending of the file with a sample's user. None finds a usual ending, such as "user", if
+    there is one.
+    test_fraction: the fraction of each class of each user that is for testing if there are no test
+    files.
     length: the largest number of tokens of a text; further tokens are left out.
     padding: the token number that fills up shorter lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
@@ -169,15 +167,12 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Choose the endings of the files that contain a sample's inputs, its label and its user.
+        """Return the endings of the inputs, the ending of the label, and that of the user or None.
 
-        The user is the person or device to whom the sample belongs. Return a list of the inputs'
-        endings, the ending of the label, and the ending of the user. The ending of the user is None
-        if no file contains the user.
-        sample: the files of the first sample, by file name ending.
-        place: the value of `data.root`, with which error messages begin.
-        Raise ValueError if `label` is None and no file has a usual ending of labels, such as "cls".
-        Also raise ValueError if only the files of the label and the user exist.
+        sample: the files of the first sample, by ending.
+        place: the value of `data.root`, with which errors begin.
+        Raise ValueError if no ending of labels is set or usual, or if no file is left for the
+        inputs.
         """
         by_name = {_field_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")

@@ -217,11 +217,8 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set of torchvision; download them if they are missing.
 
-    The function first looks for all files in torchvision's format. Then it looks for strips,
-    Parquet files or pictures in a folder that has the data set's name. It downloads torchvision's
-    files only if both searches find nothing.
-    source: the source of this data set, with the settings `root` (the folder to search) and
-    `download`.
+    Files in torchvision's format are searched first, then strips, Parquet files or pictures in a
+    folder that has the data set's name.
     set_name: the class in torchvision.datasets, such as "MNIST".
     Raise ValueError if no files are found and `download` is False, or if the download fails.
     """
@@ -373,11 +370,10 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    The value of a pixel is 128 + 32 (p + s + e), limited to 0 to 255. p is drawn once for each
-    class, s once for each domain, and e for each image. They are normal numbers with the mean 0. p
-    has the standard deviation 1.
+    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. The normal numbers p, s and e have the
+    mean 0. p is drawn once for each class with the standard deviation 1, s for each domain and e
+    for each image.
     shape: the shape of an image, [channels, height, width].
-    classes, domains: the numbers of classes and of domains.
     samples, test_samples: the numbers of training samples and of central test samples.
     noise: the standard deviation of e.
     shift: the standard deviation of s. With one domain, s is 0.

@@ -25,11 +25,10 @@ def class_counts(data: FederatedData) -> Ints:
 def statistics(data: FederatedData) -> dict[str, object]:
     """Return numbers that describe the split, by name.
 
-    "sizes" and "test_sizes" have the smallest, the median and the largest number of a client's
-    training and test samples. "classes_per_client" has the smallest, the median and the largest
-    number of a client's classes, over the clients with samples. "unused" is the number of training
-    rows that no client uses. "pooled_entropy" is the entropy of all clients' labels together, in
-    nats. "counts" and "heterogeneity" are the results of `class_counts` and `heterogeneity`.
+    "sizes", "test_sizes" and "classes_per_client" have the smallest, the median and the largest
+    number of a client. Clients without samples do not count for the classes. "unused" is the number
+    of training rows that no client uses. "pooled_entropy" is the entropy of all clients' labels
+    together, in nats.
     """
     counts = class_counts(data)
     sizes = counts.sum(axis=1)

@@ -148,20 +148,15 @@ def dirichlet_client_split(
     uniforms: ArrayLike,
     order: ArrayLike,
 ) -> CSR:
-    """Give clients samples one by one, without replacement, by the clients' class distributions.
+    """Give clients samples without replacement, one by one; return the rows of each client.
 
-    There are T draws, each for one client. A class is drawn from this client's distribution, and
-    the client gets the next sample of the class. Only classes with remaining samples are drawn. If
-    none of the client's classes has remaining samples, any class may be drawn. Its probability is
-    then the share of this class in all remaining samples.
-    Return the rows of each client.
+    `draw_classes` draws the class of each sample. The client gets the next sample of this class.
 
-    labels: the class of each of the n rows, [n].
+    labels: the class of each row, [n].
     proportions: the class distribution of each client, [N, C].
-    turns: the number of the client that gets a sample in each draw, [T].
-    uniforms: a random number in [0, 1) for each draw, which decides the class, [T].
-    order: the numbers of all rows in permuted order, [n]. The samples of a class are given out in
-    this order.
+    turns: the client of each of the T draws, [T].
+    uniforms: a random number in [0, 1) for each draw, [T].
+    order: a permutation of the rows, in which the samples of a class are given out, [n].
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -173,13 +168,11 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
     A draw uses the class distribution of its client, limited to classes with remaining samples. If
-    none of the client's classes has remaining samples, any class may be drawn. Its probability is
-    then the share of this class in all remaining samples.
+    there are none, the shares of the classes in all remaining samples are used.
     proportions: the class distribution of each client, [N, C].
-    turns: the client (0 to N - 1) of each draw, [T].
-    uniforms: a random number in [0, 1) for each draw, which decides the class, [T].
-    pools: the number of remaining samples of each class, [C]. Each draw subtracts 1 from the
-    entry of the drawn class, in place.
+    turns: the client of each draw, [T].
+    uniforms: a random number in [0, 1) for each draw, [T].
+    pools: the number of remaining samples of each class, [C], which the draws decrease in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -202,13 +195,8 @@ def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clie
     """Give T samples to clients; return the row numbers of each client's samples.
 
     Sample t has the class `classes[t]` and goes to the client `turns[t]`.
-
     labels: the class of each row, [n].
-    turns: the number of the client that gets each of the T samples, [T].
-    classes: the class of each of the T samples, [T].
-    order: the numbers of all rows in permuted order, [n]. The samples of a class are given out in
-    this order.
-    clients: the number of clients.
+    order: a permutation of the rows, in which the samples of a class are given out, [n].
     """
     samples = _sort_by_class(labels, order)
     sizes = np.bincount(labels)
@@ -234,11 +222,9 @@ def shard_split(
     The sizes of two shards differ by at most one row.
 
     labels: the class of each row, [n].
-    num_clients: the number N of clients.
-    shards_per_client: S.
+    num_clients, shards_per_client: N and S.
     order: a permutation of the rows, which orders the rows of each class.
-    assignment: the numbers of the shards in the order in which clients get them, [N * S]. Client 0
-    gets the first S of them.
+    assignment: a permutation of the shards, [N * S]. Client 0 gets the first S of them.
     """
     samples = _sort_by_class(np.asarray(labels), np.asarray(order))
     bounds = _even_offsets(len(samples), num_clients * shards_per_client)
@@ -276,10 +262,9 @@ def domain_class_split(
 ) -> CSR:
     """Make one client for each pair of a domain and a group of classes.
 
-    Client d * G + g has the samples of domain d and of group g, for G groups. Its rows are in
-    ascending order. Rows whose class is in no group are not used.
-    domains, labels: the domain and the class of each row, [n].
-    num_domains: the number of domains.
+    With G groups, client d * G + g has the samples of domain d and group g, in ascending order.
+    Rows whose class is in no group are not used.
+    domains, labels: [n].
     class_groups: for each group the numbers of its classes.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)
@@ -328,12 +313,9 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
 def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
     """Divide each client's rows into test, validation and training rows.
 
-    The numbers of test and validation rows are rounded down. A client that has rows keeps at least
-    one of them for training.
-    csr: the rows of each client.
-    test, validation: the shares of a client's rows that become test and validation rows.
-    order: a permutation of all rows. In this order, a client's first rows become test rows, and the
-    next ones validation rows.
+    A client that has rows keeps at least one of them for training.
+    test, validation: the shares of a client's rows; their numbers are rounded down.
+    order: a permutation of all rows, in which test rows and then validation rows are taken.
     """
     most = np.maximum(csr.counts - 1, 0)
     test_counts = np.minimum(floor_counts(csr.counts * test), most)

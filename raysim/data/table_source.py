@@ -15,24 +15,22 @@ from raysim.primitives.checks import at_least, require
 class TableSource(Source):
     """A source that reads a table whose columns are inputs, labels and users.
 
-    columns: the input columns: one column of text, token numbers or vectors, or several columns of
-    numbers. None takes all columns except the label, columns with users, and row numbers such as
-    "id".
-    separate: True gives the model each input column as a separate argument, which has the column's
-    name. False joins several columns to one vector.
+    columns: one column of text, token numbers or vectors, or several columns of numbers. None takes
+    all columns except labels, users, and row numbers such as "id".
+    separate: True passes each input column to the model as an argument of the column's name. False
+    joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.
-    padding: the token number that fills up lists of tokens that are shorter than the longest one.
-    Text has a padding of its own.
+    padding: the token number that fills up short lists of tokens. Text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    If `data.kind` is "causal", each row of the table is a document for a language model, without a
-    label. A document fills as many samples of `length` tokens as it needs. `tokenizer` may then
-    also be "bytes" or "characters". Two settings are only for documents:
+    If `data.kind` is "causal", each row is a document for a language model, without a label. A
+    document fills as many samples of `length` tokens as it needs. `tokenizer` may then also be
+    "bytes" or "characters". Two settings are only for documents:
 
     prompt: the column of prompts, or None. A prompt stands before the text, and the model does not
     learn to predict it.
-    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
-    None means True without prompts, and False with prompts.
+    packing: True joins the documents of a user before they are cut into samples. None means True
+    without prompts, and False with prompts.
     """
 
     columns: list[str] | None = None

@@ -38,15 +38,13 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 class TextTable(TableSource):
     """A source that reads a file of rows, or a folder with a training file and maybe a test file.
 
-    A subclass reads the files. Its class attribute `option` is the text that chooses the source,
-    such as "data=csv"; `endings` are the endings of its files.
     root: the file or the folder.
     label: the column of labels; None finds a column with a usual name, such as "label" or "y".
-    user: the column of users; None finds a column with a usual name, such as "user" or "client".
-    With partition=natural, each user is a client.
+    user: the column of users, each a client with partition=natural. None finds a column with a
+    usual name, such as "user" or "client".
     targets: columns that together are one structured target, in place of a label.
-    test_fraction: the fraction of samples for testing, which is used only without a test file. It
-    applies to each user separately, and to each class of a user's samples.
+    test_fraction: the fraction of each class of each user that is for testing if there is no test
+    file.
     """
 
     root: str | None = None

@@ -30,12 +30,10 @@ ROWS = ".rows"  # end of the name of the number of rows that each sample has in 
 class Tabular(Source):
     """A source of a scikit-learn table; columns are scaled to mean 0 and standard deviation 1.
 
-    The means and deviations of the training rows are used for all rows. The labels of breast_cancer
-    and wine are classes. The label of diabetes is a value, the progression of the disease. It is
-    scaled like the columns.
-    name: the name of the table: "breast_cancer", "wine" or "diabetes".
-    test_fraction: the fraction of the samples of each class that is for testing. Diabetes has no
-    classes: there it is the fraction of all samples.
+    The training rows give the means and deviations. The labels of breast_cancer and wine are
+    classes. The label of diabetes is a value, which is scaled like the columns.
+    name: "breast_cancer", "wine" or "diabetes".
+    test_fraction: the fraction of each class, or of all samples of diabetes, that is for testing.
     """
 
     name: TableName
@@ -78,21 +76,18 @@ class NumPy(Source):
 
     Each file has these arrays:
     x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
-    integers, which are token numbers.
-    y [n] or [n, ...]: the labels; `labels.infer_kind` decides whether they are classes or values,
-    unless `data.kind` does.
-    user [n]: the user of each sample, for partition=natural; this array may be missing.
+    integers, which are token numbers. y [n] or [n, ...]: the labels; `data.kind` or
+    `labels.infer_kind` decides what they mean. user [n]: the user of each sample, for
+    partition=natural; this array may be missing.
 
-    Samples with several inputs have an array x.NAME for each input in place of x. Samples with
-    several targets have an array y.NAME for each target in place of y. A target may have a
-    different number of entries in each sample, such as the boxes in an image. Then y.NAME has the
-    entries of all samples one after another. The array y.NAME.rows [n] has the number of entries of
-    each sample.
+    Several inputs are arrays x.NAME in place of x, and several targets are arrays y.NAME in place
+    of y. If samples have different numbers of entries of a target, y.NAME has all entries one after
+    another, and y.NAME.rows [n] has the number of each sample.
 
     root: the folder with the files.
     padding: the token number with which short sequences in the files are already filled up.
-    test_fraction: the fraction of samples for testing, which is used only without test.npz. It
-    applies to each user separately, and to each class of a user's samples.
+    test_fraction: the fraction of each class of each user that is for testing if there is no
+    test.npz.
     """
 
     root: str | None = None
@@ -128,14 +123,13 @@ class NumPy(Source):
 class Npz(Source):
     """A source with one NumPy archive for each client, in the layout of PFLlib.
 
-    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each file has an array x
-    [n, ...] with n inputs, and an array y [n] or [n, outputs] with their labels. Inputs are uint8
-    levels, floats, or integers, which are token numbers. The name of a file is the user of its
-    samples; with partition=natural each user is a client.
+    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has inputs x [n, ...]
+    and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or integers, which are token
+    numbers. Each file is a user, which partition=natural makes a client.
     root: the folder with the folders train and test.
     padding: the token number with which short sequences in the files are already filled up.
-    test_fraction: the fraction of samples for testing, which is used only without test files. It
-    applies to each user separately, and to each class of a user's samples.
+    test_fraction: the fraction of each class of each user that is for testing if there are no test
+    files.
     """
 
     root: str | None = None
@@ -281,10 +275,8 @@ def _concatenate(
 ) -> dict[str, NDArray[Any]]:
     """Concatenate the arrays that have the same name in all archives; return them by name.
 
-    The names of the arrays are those of the first archive. Raise ValueError if an archive lacks one
-    of these arrays. Raise it also if arrays of the same name differ in type or in the shape of a
-    row.
-    archives: the arrays of each archive, by name.
+    Raise ValueError if an archive lacks an array of the first one, or if arrays of the same name
+    differ in type or in the shape of a row.
     names: the archives' file names, for errors.
     place: the file or the argument that has the data, for errors.
     """

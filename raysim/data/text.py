@@ -34,24 +34,18 @@ OTHER_TOKEN = len(LETTERS) + 1  # any other character
 
 @dataclass(frozen=True)
 class Leaf(Source):
-    """A source that reads LEAF's files (Caldas et al. 2018).
+    """A source that reads LEAF's files root/train/*.json and root/test/*.json (Caldas et al. 2018).
 
-    The files are root/train/*.json and root/test/*.json. Every user is a domain. An input is one of
-    these:
-    - a text, whose characters become tokens;
-    - a list of numbers;
-    - the name of a picture file (CelebA);
-    - a list of fields, one of which has the text (Sent140).
-
-    If the labels are single characters (Shakespeare), the classes are the 80 characters that LEAF
-    uses.
-    With `data.kind=causal` the texts are documents for a language model. LEAF stores Shakespeare as
-    many overlapping texts; raysim first joins these texts to longer documents (`join_windows`).
+    Every user is a domain. An input is a text, a list of numbers, the name of a picture file
+    (CelebA), or a list of fields, one of which has the text (Sent140). Characters of a text are
+    tokens. If the labels are single characters (Shakespeare), the classes are the 80 characters
+    that LEAF uses. With `data.kind=causal` the texts are documents for a language model. The
+    overlapping texts of Shakespeare are first joined (`join_windows`).
     root: the folder with the folders train and test.
     length: the largest number of characters of an input. Of a longer text, only its end is used.
     With `data.kind=causal`, a longer document is cut into several samples.
-    shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None makes each
-    input a flat array.
+    shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None for flat
+    arrays.
     images: the folder of the pictures; None if inputs are not names of pictures.
     field: the number of the field with the text, from 0; None if inputs are not lists of fields.
     """
@@ -206,13 +200,10 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Restore long texts from short, overlapping windows, such as "abcd" and "bcde".
+    """Restore long texts from short, overlapping windows of equal length, in order.
 
-    In each text, the next window starts one character later. A window continues a text if the text
-    ends with all characters of the window except the last one. Only this last character is then
-    added. Any other window starts a new text. For example, "abcd", "bcde" and "xyzw" become the
-    texts "abcde" and "xyzw".
-    windows: pieces of the texts, of equal length and in order.
+    A window continues a text if it starts one character later; any other window starts a new text.
+    For example, "abcd", "bcde" and "xyzw" become "abcde" and "xyzw".
     """
     text = ""
     for window in windows:
@@ -314,21 +305,17 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
 class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
-    The setting `label` decides what the labels are and how the sequences are generated:
-    - "next": the label is the token that follows the sequence. User u has the transition
-    probabilities (1 - skew) P + skew Q_u. P is the same for all users, Q_u differs between users.
-    - "chain": the label is the number of the chain that generated the sequence. A share `skew` of a
-    user's sequences comes from the user's favourite chain. All other sequences come from randomly
-    drawn chains.
-
-    With `data.kind=causal` each sequence is a document for a language model. The labels are the
-    next tokens at every position.
+    With `data.kind=causal` each sequence is a document for a language model.
     users: the number of users.
     samples: the number of training sequences of each user.
     test_samples: the number of each user's sequences in the central test set.
     vocabulary: the number of different tokens, without the padding.
     length: the number of tokens of a sequence, including its padding.
     shortest: the smallest number of tokens of a sequence, without its padding.
+    label: "next" predicts the token after the sequence. User u has the transition probabilities (1
+    - skew) P + skew Q_u, with a common P and an own Q_u. "chain" predicts the chain of the
+    sequence. A share `skew` of a user's sequences comes from the user's favourite chain, and all
+    others from random chains.
     chains: with label="chain", the number of Markov chains.
     skew: how much users differ, from 0 (equal) to 1.
     seed: the seed of the random numbers; the seed of the run does not change the data.
