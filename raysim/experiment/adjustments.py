@@ -57,11 +57,9 @@ def drop_untrainable_clients(
 ) -> tuple[RunSpec, tuple[str, ...]]:
     """Leave out clients with a single training sample, if the model cannot train on one sample.
 
-    For example, a model with BatchNorm needs two samples in a batch. For other models, nothing
-    changes. Return the changed `spec`, and a tuple with a warning if clients were left out.
-    declarations: the networks of the run, in which a layer may need two samples.
-    partitioner: the rule of the split. If it has the setting `minimum`, the warning recommends to
-    increase this setting.
+    For example, BatchNorm needs two samples. Return the changed `spec`, and a tuple with a warning
+    if clients were left out.
+    partitioner: the rule of the split. The warning recommends its setting `minimum`, if it has one.
     Raise `ValueError` if the model needs two samples, but the batch size is 1 or no client has two.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch

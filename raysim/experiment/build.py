@@ -87,17 +87,10 @@ def build(
     """Build and check all objects of a run; return them as an `Experiment`, which `run` takes.
 
     Data and pretrained weights are downloaded and cached if necessary; no other file is written.
+    The help of `raysim.run` has examples, and explains all arguments except the first two.
     config: overrides as on the command line, in one text or a list; or a complete configuration.
-    allow: packages besides raysim whose classes and options the configuration may use.
-    methods: a list of methods, each as an object or as the name of an option.
-    model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object or the name of an option. All of these arguments except `data` also accept a dictionary
-    of values by key. The help of `raysim.run` has examples.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`.
-    settings: overrides as keyword arguments. If the keyword is a configuration group, pass the name
-    of an option (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). If the
-    keyword is a key without a group, pass the value of the key (`rounds=20`).
-    Raise `RefusedError` for settings or objects with which no run is possible.
+    allow: packages besides raysim whose classes and options the configuration may use. Raise
+    `RefusedError` for settings or objects with which no run is possible.
     """
     parts = {
         "model": model,
@@ -361,11 +354,7 @@ def _choose_step_mode(
 ) -> RunSpec:
     """Choose the lanes, the precision and whether steps are recorded; return the changed spec.
 
-    With `graph`, the worker records a training step once and then replays it.
-    declarations: the run's networks, and what its methods declared.
-    runtime: the options of the group `runtime`. If `lanes` or `graph` is None, the model, the
-    device and the schedule decide it.
-    schedule: the rule for when clients are dispatched.
+    If `runtime.lanes` or `runtime.graph` is None, the model, the device and the schedule decide it.
     Raise `RefusedError` if the device does not have the precision.
     """
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):

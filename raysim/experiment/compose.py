@@ -77,10 +77,9 @@ def compose(
 
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
-    stored: the configuration file of a run or of a sweep. It gives the values of all keys without
-    an override. With None and an override of `resume`, it is the config.yaml of the resumed run.
-    settings: more overrides, as Python values by key. {"local.lr": 0.1} and {"local": {"lr": 0.1}}
-    have the same effect.
+    stored: the configuration file of a run or sweep, for all keys without an override. None takes
+    the config.yaml of the run that `resume` names, if any.
+    settings: more overrides as Python values: {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
 
     Raise `RefusedError` for keys, options and files that do not exist.
     """
@@ -103,16 +102,13 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration of options, and set the user's values in it.
 
-    An override may choose the option of a group. Without such an override, a group has the option
-    of the earlier run from which the configuration starts. Without an earlier run, the group has
-    the preset's option, or raysim's default option.
+    The option of a group comes from an override, or else from an earlier run, a preset or raysim's
+    default.
     overrides: the user's overrides, as texts "key=value".
-    groups: all groups with the files of their options.
     roots: the user's folders of options.
-    stored: the configuration of an earlier run. With None, `_draft_config` reads the config.yaml of
-    the run that the override of `resume` names. It reads no configuration without this override,
-    without this file, or if an override chooses a preset.
-    settings: more overrides, as Python values by key; None if there are none.
+    stored: the configuration of an earlier run. None reads that of the run that `resume` names,
+    unless an override chooses a preset.
+    settings: more overrides, as Python values by key.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}
@@ -232,8 +228,8 @@ def draft(
 ) -> tuple[Node, dict[str, str]]:
     """Return the configuration that all trials of a sweep have in common, and the wrong keys.
 
-    The configuration is plain data, from which `complete_draft` makes the configuration of a trial.
-    The second result has an error text for each key in `keys` that does not exist, by key.
+    `complete_draft` makes the configuration of a trial from it. The second result has an error text
+    for each key in `keys` that does not exist.
     overrides: the overrides that are the same for all trials, as texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.

@@ -94,41 +94,38 @@ def run(
 
     config: overrides as on the command line, in one text or a list; or the result of `compose` or
     `build`.
-    settings: overrides as keyword arguments. If the keyword is a configuration group, pass the name
-    of an option (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). If the
-    keyword is a key without a group, pass the value of the key (`rounds=20`).
+    settings: overrides by key (`rounds=20`). For a configuration group, pass the name of an option
+    (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`).
 
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object or the name of an option. All of these arguments except `data` also accept a dictionary
-    of values by key.
-    `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
-    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such
-    objects gives first the training samples and then the central test samples.
-    `partition` may also be the rows of each client, in a list of lists or a dictionary.
-    `loss` may also be a function of outputs and labels that returns a loss for each sample.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric
-    decides which trial of a sweep wins and, if there are validation samples, which round is best.
-    It is the first one, unless `evaluate.metric` names another one.
+    object, the name of an option or, except for `data`, a dictionary of values by key. `data` may
+    also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple of arrays
+    or tensors: (inputs, labels) or (inputs, labels, users). A pair of such objects gives first the
+    training samples and then the central test samples. `partition` may also be the rows of each
+    client, in a list of lists or a dictionary. `loss` may also be a function of outputs and labels
+    that returns a loss for each sample.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first one is
+    the main metric, unless `evaluate.metric` names another one. It decides which trial of a sweep
+    wins and which round is best on validation samples.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To
-    continue or repeat the run, you must pass all objects that config.yaml could not store.
+    continue or repeat the run, pass all other objects again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
-    observers: your own objects that are called at the events of a run, such as its start. They are
-    called after raysim's observers and after those of the configuration.
-    quiet: print only warnings, which go to standard error. A `console` that you pass and that is
-    not quiet still gets the plan of the run, the warnings and the last lines.
+    observers: your own objects, which are called at the events of a run after all other observers.
+    quiet: print only warnings, to standard error. A `console` that you pass still gets the plan of
+    the run, the warnings and the last lines.
     allow: packages besides raysim whose classes and options the configuration may use.
     console: the Rich console that prints; None makes one.
 
     `on_round` and `observers` are not stored, and are not called if the run had finished before.
 
-    Raise `RefusedError` if the run cannot start; then no result was written. If too many jobs of an
-    aggregation fail, write a checkpoint and raise `TooManyFailuresError`. If one of your observers
-    raises an error, write the history and raise `ObserverError`. Raise `RunStoppedError` if a
-    method fails, a file cannot be written, or too many processes are lost. Raise `Interrupted` if
-    the user stops the run.
+    Raise `RefusedError` if the run cannot start; then no result was written. Raise
+    `TooManyFailuresError` after a checkpoint if too many jobs of an aggregation fail. Raise
+    `ObserverError` after the history is written if one of your observers fails. Raise
+    `RunStoppedError` if a method fails, a file cannot be written, or too many processes are lost.
+    Raise `Interrupted` if the user stops the run.
     """
     from rich.console import Console
 
@@ -166,15 +163,13 @@ def run(
 
 
 def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
-    """Return the result of the run in a folder.
+    """Return the result of the run in a folder; the run need not have finished.
 
-    The result of an unfinished run has the rounds that are finished.
-    folder: the run's folder, or its URL. The files at a URL, except for checkpoints, are copied to
-    a temporary folder until this process ends.
+    folder: the run's folder or its URL. Files at a URL, except checkpoints, are copied to a
+    temporary folder until this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
-    parts: the objects that config.yaml could not store. Pass each of them with the same keyword as
-    in the call of `raysim.run`, such as `model=...` or `methods=[...]`.
-    Raise `RefusedError` if there is no run in the folder.
+    parts: objects that config.yaml could not store, as in the call of `raysim.run`, such as
+    `model=...`. Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():
         url = str(folder) if is_url(folder) else ""

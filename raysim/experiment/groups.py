@@ -55,13 +55,10 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options: those in `conf`, in the installed packages and in the user's folders.
 
-    The folders are searched in this order. In a user's folder, the file of an option replaces an
-    earlier option of the same group and name. In a package, such a file is an error.
+    A file in a user's folder replaces an earlier option of the same group and name.
     folders: the user's folders of options.
-    Raise `RefusedError` in these cases:
-    - A folder is missing, or a link is broken.
-    - An option of a package has the group and the name of an option in `conf` or another package.
-    - A file of the group "method" is called fedavg.yaml, because fedavg means an empty list.
+    Raise `RefusedError` if a folder is missing, a link is broken, a package repeats an option, or a
+    method's file is called fedavg.yaml (fedavg means an empty list).
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
@@ -136,11 +133,9 @@ def config_folders(folders: Sequence[str | Path]) -> list[Path]:
 def load_option(path: Path, group: str) -> Node:
     """Read the YAML file of an option.
 
-    path: the file. In the groups "method" and "observer", the file's first line is a name and a
-    colon. All other lines are indented below this line, such as `_target_` with the class.
-    group: the option's group, such as "method".
-    Raise `RefusedError` if the file is not valid YAML. In the groups "method" and "observer", raise
-    it also for an empty file and for `_target_` at the top level.
+    group: the option's group. A file of "method" or "observer" must have a name on top, with
+    `_target_` and all arguments below it. Raise `RefusedError` if the file is not valid, or in
+    these two groups if it is empty.
     """
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
@@ -181,10 +176,8 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 def option_names(value: object, group: str = "method") -> list[Any]:
     """Return the names of the options that an override of `method` or `observer` selects.
 
-    A run may have several options of these two groups.
-    value: the value of the override: the name of an option, "a+b" for the options a and b, or a
-    list of names. None and "" select no option. In the group "method", "fedavg" selects none, too.
-    group: the name of the group, "method" or "observer".
+    value: the name of an option, "a+b" for the options a and b, or a list of names. None and ""
+    select no option, and neither does "fedavg" in the group "method".
     """
     if isinstance(value, str):
         value = value.split("+") if value else []

@@ -125,13 +125,10 @@ class SearchConfigFiles(SearchPathPlugin):
 class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
-    A preset mentions a group if it chooses an option of the group, or sets values in it.
-    values: the complete configuration. It has all values of the preset, even those for options that
-    the run does not use.
-    chosen_values: maps the name of a group to the values of the group's options in `choices`. If
-    the preset changes a value, this dictionary has the unchanged value. The dictionary has a group
-    if the preset mentions the group and the user chose an option of the group. With a preset, it
-    also has "method" and "observer" if the preset mentions them.
+    values: the complete configuration, with the preset's values for unused options, too.
+    chosen_values: by group, the values of the options in `choices`, without changes by the preset.
+    It has the groups that the preset mentions and for which the user chose an option. With a
+    preset, it also has "method" and "observer" if the preset mentions them.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 

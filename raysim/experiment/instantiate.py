@@ -58,13 +58,10 @@ def import_target(
 ) -> object:
     """Import an object by its full name; return None if the module has no object of this name.
 
-    target: the full name in the configuration, such as "raysim.methods.fedprox.FedProx".
-    path, key: the two halves of the name of the setting, such as "model" and "._target_", for
-    errors.
-    allow: packages from which objects may be imported. raysim and the installed packages that
-    extend it are always allowed.
-    Raise `RefusedError` for an `ImportError`, and for a module of no allowed package. Other errors
-    of the module's code pass unchanged.
+    target: the full name, such as "raysim.methods.fedprox.FedProx".
+    path, key: the two halves of the setting's name, such as "model" and "._target_", for errors.
+    allow: packages that are allowed besides raysim and the installed packages that extend it. Raise
+    `RefusedError` for an `ImportError`, and for a module of no allowed package.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())

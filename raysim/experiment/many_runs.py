@@ -225,11 +225,9 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     """Average the rows of several runs that differ only in the seed.
 
-    The mean of a column is over its finite values. The result also has the sample standard
-    deviation of `metric`, if all runs have a finite value of it. The row of a single run is
-    returned unchanged.
+    A mean is over finite values. If all runs have a finite value of `metric`, the result has its
+    sample standard deviation, too. The row of a single run is returned unchanged.
     rows: one row of each run, all for the same round.
-    metric: the name of the column whose standard deviation is added.
     """
     if len(rows) == 1:
         return dict(rows[0])

@@ -104,16 +104,12 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries. The first has the objects. The key of an object is its group, such as
-    "model", or "method.NAME" for a method.
-    The second has the values, with the group as key. A value is the name of an option or a
-    dictionary of settings. For the group "method" it is a list of names.
-    parts: the arguments, with the group as key. An argument is an object, the name of an option, a
-    dictionary of settings, or None if the user gave nothing. For the group "data", a dictionary
-    counts as an object.
-    methods: the list of methods, each as an object or a name; None if the user did not give it.
-    Raise `RefusedError` if `methods` is not a list of objects and names, or contains a method
-    object twice.
+    Return two dictionaries. The first one has the objects, by group or by "method.NAME". The second
+    one has names of options and dictionaries of settings, by group, and a list of names for
+    "method".
+    parts: the arguments by group; None was not passed. A dictionary for "data" counts as an object.
+    methods: methods as objects or names; None was not passed.
+    Raise `RefusedError` if `methods` is not such a list, or contains a method object twice.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -148,9 +144,8 @@ def separate_objects(
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
     """Return the names of all metrics, and a dictionary of the metrics that are Python objects.
 
-    The list of names becomes the value of `evaluate.metrics`. The dictionary maps the name of each
-    function and of each `raysim.Metric` to a `raysim.Metric`. A function that another process can
-    import has its full path as its name, such as "mine.metrics.brier".
+    The names become the value of `evaluate.metrics`. A function that another process can import has
+    its full path as its name, such as "mine.metrics.brier".
     metrics: names, functions and objects `raysim.Metric`; None for none.
     Raise `RefusedError` for anything else.
     """
@@ -184,12 +179,11 @@ def describe_objects(
 
     Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
     have settings.
-    objects: the objects, by key of the configuration: a group such as "model", or "method.NAME".
+    objects: the objects, by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the same keys.
-    config: the configuration without the objects. If a run is resumed, `config` has the stored
-    settings of the wrappers, and the overrides in `settings` replace them.
-    Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
-    object does not have.
+    config: the configuration without the objects, with the wrappers' stored settings of a resumed
+    run. Raise `RefusedError` for an object of a wrong type, and for an override of a setting that
+    an object does not have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():
@@ -224,9 +218,8 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
     """Return the error for an override that has no effect, because the user passed an object.
 
     place: the key of the object, such as "model" or "method.fedprox".
-    part: what the user passed to `raysim.run`: an object, a function, or the class of a network.
+    part: the object, function or class that the user passed.
     key: the key of the override without `place`, such as "width" for "model.width".
-    override: the value in the override, and the text of the override for the error.
     """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -285,13 +278,11 @@ def _wrapper_settings(
 ) -> dict[str, Any]:
     """Return the checked arguments of a class that wraps the user's data or partition.
 
-    The values come from the overrides, or else from the stored configuration. The argument
-    `computed` is left out, because the caller computes its value from the user's object.
-    cls: the class that wraps the object, such as `Arrays`.
-    place: the group of the object, "data" or "partition", for errors.
+    The values come from the overrides, or else from the stored configuration.
+    place: "data" or "partition", for errors.
     overrides: the user's values, by the name of the argument.
-    stored: the node of this group in the stored configuration of the run; None for a new run.
-    computed: the name of the argument that the user cannot set, such as "digest".
+    stored: the group's node in the stored configuration of the run; None for a new run.
+    computed: the argument that the user cannot set and that is left out, such as "digest".
     """
     names = [name for name in _argument_names(cls) if name != computed]
     for key in overrides:
@@ -311,9 +302,8 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
     """Return a description from which workers can make the user's network.
 
     part: a network, or a class, function or `functools.partial` that makes a network.
-    overrides: the values that the user set for `head` (the name of the last linear layer), for
-    `lora` (low-rank adapters), and for the arguments of the class or function, by key.
-    stored: the entry of the network in the configuration of an earlier run; None for a new run.
+    overrides: the user's values for `head`, `lora` and the arguments of the class or function.
+    stored: the network's entry in the configuration of an earlier run; None for a new run.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):

@@ -67,12 +67,11 @@ class SettingOverride:
     text: the override as the user wrote it.
     key: the key alone, such as "group" in "+group@package=option".
     value: the value if there is only one; None for several values.
-    is_sweep: True if the override has more than one value.
     choices: the values if the override lists them, such as (0, 1) for "seed=0,1"; otherwise None.
     choice_texts: the text of each listed value; empty without a list.
     range: the range of values, as in "lr=interval(0.01,1)"; None without a range.
     is_delete: True for "~key", which in Hydra removes a key.
-    package: the text after "@", such as "package" in "group@package=option"; None without an "@".
+    package: the text after "@"; None without an "@".
     """
 
     text: str

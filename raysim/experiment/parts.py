@@ -77,10 +77,9 @@ def build_part(
 def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
     """Return the description of the user's network; None if `_target_` names no network.
 
-    `_target_` names a network if it is the name of a function, or of a subclass of `nn.Module`. The
-    function must return a module.
-    node: the entry of the group `model` in the configuration. All keys except `head` and `lora` are
-    arguments of the class or function.
+    `_target_` may name a subclass of `nn.Module`, or a function that returns a module.
+    node: the entry of the group `model`. All keys except `head` and `lora` are arguments of
+    `_target_`.
     allow: the packages besides raysim whose classes the configuration may name.
     """
     target: Any = import_target(node[TARGET], "model", allow)
@@ -115,10 +114,8 @@ def build_methods(
 ) -> tuple[Method, ...]:
     """Return the methods of a configuration: its learner, the methods, and its compressor.
 
-    Learner and compressor are methods, too; they are left out if the configuration has none.
     allow: the packages besides raysim whose classes the configuration may name.
-    objects: the user's objects, by place: a group such as "learner", or "method.NAME".
-    config: the run's configuration.
+    objects: the user's objects, by group or by "method.NAME".
     Raise `RefusedError` for a class that cannot be used, and for two methods with the same name.
     """
     methods = build_list(config, "method", Method, allow, objects)
@@ -147,13 +144,10 @@ def build_list(
 ) -> tuple[T, ...]:
     """Build all methods or all observers of a run, in the order of the configuration.
 
-    config: the run's configuration. `config[group]` has an entry for each name, a dictionary with
-    the class (`_target_`) and its arguments.
     group: "method" or "observer".
     kind: the class that all objects must extend, `Method` or `Observer`.
     allow: the packages besides raysim whose classes the configuration may name.
-    objects: the objects that the user gave, by "GROUP.NAME". They are used in place of their
-    entries.
+    objects: the user's objects by "GROUP.NAME", which replace their entries of the configuration.
     Raise `RefusedError` for an entry that names no class, or a class that does not extend `kind`.
     """
     nodes = config.get(group, {})
@@ -175,11 +169,10 @@ def build_list(
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
     """Return the class that `_target_` names in the configuration of a method or an observer.
 
-    node: this configuration, a dictionary with `_target_` and the class's arguments.
     path: the key of this configuration, such as "method.fedprox", for errors.
     kind: the class that the returned class must extend, `Method` or `Observer`.
-    allow: the packages besides raysim whose classes the configuration may name.
-    Raise `RefusedError` if `node` names no class, or a class that does not extend `kind`.
+    allow: the packages besides raysim whose classes the configuration may name. Raise
+    `RefusedError` if `node` names no class, or a class that does not extend `kind`.
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
@@ -202,12 +195,11 @@ def build_metrics(
 ) -> dict[str, Metric]:
     """Return the metrics in `evaluate.metrics` that the user wrote, by name.
 
-    A name with dots names a function, a `raysim.Metric`, or a class whose objects can be called.
-    names: the names in `evaluate.metrics`. Names of metrics that raysim defines are skipped.
+    names: the names in `evaluate.metrics`. A name with dots names a function, a `raysim.Metric`, or
+    a class whose objects can be called. raysim's own metrics are skipped.
     allow: the packages besides raysim whose functions the configuration may name.
-    own: the metrics that the user gave as Python objects, by name. A name in `own` is not imported:
-    the result has the object.
-    Raise `RefusedError` for a metric that cannot be imported.
+    own: metrics that the user passed as Python objects, by name; they are not imported. Raise
+    `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}
     for name in names:

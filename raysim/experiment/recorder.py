@@ -181,10 +181,7 @@ def record(
     """Follow a run to its end with all observers, raysim's and the user's; return its result.
 
     If an error ends the run, the observers still write its history and close its tracking.
-    folder: the run's folder.
-    events: the events of the run, in order.
-    quiet: True leaves out progress, tables and notes; raysim's observers still print warnings and
-    the closing line, unless the console is quiet.
+    quiet: True prints only warnings and the closing line.
     user_observers: the user's observers, which are called after raysim's.
     Raise `Interrupted` if the user stops the run.
     """

@@ -84,9 +84,8 @@ def local_copy(
 ) -> Iterator[tuple[Experiment, list[Observer]]]:
     """Yield a copy of the run that writes to a local folder, and observers that upload its files.
 
-    The observers send the files to the URL `out`. If `out` is not a URL, yield the unchanged run,
-    and no observers. After the `with` block, files that are new or have changed are uploaded.
-    experiment: the run, whose folder `out` may be a URL.
+    If `out` is not a URL, yield the unchanged run and no observers. After the `with` block, new and
+    changed files are uploaded.
     console: prints a warning if files cannot be sent during the run.
     Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the files cannot be
     sent at the end.

@@ -45,8 +45,8 @@ class Predictions(NamedTuple):
     labels: [n, ...], as in the data.
     scores: [n, outputs, ...], the values that the evaluation uses: logits, unless a method changes
     them. For text, the last axis of `labels` and `scores` has the positions.
-    rows: [n], the position of each sample in the data set. The data set has all training samples
-    first and then the test samples, as the source divides them.
+    rows: [n], the positions of the samples in the data set, in which the source's test samples come
+    last.
     """
 
     labels: np.ndarray
@@ -74,11 +74,9 @@ class Predictions(NamedTuple):
 class Result:
     """The result of a run: folder, summary, history (a row per aggregation), and models.
 
-    Models are built when they are needed, from the folder's files, in this process and on the CPU.
+    Models are built from the folder's files when they are needed, in this process and on the CPU.
     folder: the run's folder, or a local copy of the folder behind `url`.
     summary: the content of summary.json; for an unfinished run, it is computed from the history.
-    rows: the history, a row for each aggregation.
-    source: the `Experiment` of the run, or a function that builds and returns the `Experiment`.
     url: the URL to which the files were sent; "" for none.
     """
 
@@ -118,11 +116,9 @@ class Result:
     def clients(self) -> pd.DataFrame:
         """Return a table with a row for each client: its numbers of samples and its last scores.
 
-        The index of the table has the client numbers, in ascending order. The columns `samples` and
-        `tests` are the numbers of training samples and of test samples. There is also a column for
-        each score of the last evaluation, such as `accuracy`. A score is nan if the client was not
-        scored in this evaluation.
-        Raise `RefusedError` if the run has not stored this table.
+        The index has the client numbers. The columns are `samples` (training samples), `tests`
+        (test samples) and each score, such as `accuracy`. A score is nan if the last evaluation did
+        not score the client. Raise `RefusedError` if the run has not stored this table.
         """
         import pandas as pd
 
@@ -139,11 +135,9 @@ class Result:
     def client_scores(self) -> pd.DataFrame:
         """Return a table with the scores of clients in each round with an evaluation.
 
-        The table has a row for each round and each client that was scored in this round. Its
-        columns are `round`, `client`, and one column for each score. A score that is not defined
-        for a client is nan. To get one column per client:
-        `result.client_scores.pivot(index="round", columns="client", values="accuracy")`.
-        Raise `RefusedError` if the run has stored no scores of clients.
+        The columns are `round`, `client`, and one for each score; an undefined score is nan. To get
+        one column per client: `result.client_scores.pivot(index="round", columns="client",
+        values="accuracy")`. Raise `RefusedError` if the run has stored no scores of clients.
         """
         with errors_as_refusals():
             scores = read_client_scores(self.folder)
@@ -160,12 +154,10 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its `state_dict` has the same keys as that of the user's model.
-        best: True loads the weights of the best round instead of the final ones. The best round is
-        the one with the best validation score; without validation samples, the one with the lowest
-        training loss. Its number is `summary["best_model"]["round"]`.
-        Raise `RefusedError` if clients have personal parameters, or if the run has not finished.
-        Raise it also if the run's learner has bytes in place of a torch model, and for `best=True`
-        if no round has a finite score to choose by.
+        best: True loads the round with the best validation score, or without validation samples
+        with the lowest training loss. Its number is `summary["best_model"]["round"]`. Raise
+        `RefusedError` if the run has not finished, if clients have personal parameters, if the
+        learner has no torch model, or if no round is best.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -192,9 +184,8 @@ class Result:
         takes the most probable token.
         best: True uses the weights of the best round, False the final ones.
         client: the client whose own model writes (`client_model`); None uses the shared model.
-        Raise `RefusedError` if the data are not text, if a prompt contains what the vocabulary
-        cannot encode, and for `best=True` with a client. Also raise it if `model` or `client_model`
-        raises it.
+        Raise `RefusedError` if the data are not text, if the vocabulary cannot encode a prompt, for
+        `best=True` with a client, and if there is no such model.
         """
         spec = self.experiment.spec
         if spec.task.kind != "causal":
@@ -232,12 +223,10 @@ class Result:
     def client_model(self, client: int) -> nn.Module:
         """Return the model with which a client is scored, in eval mode on the CPU.
 
-        The model has the shared tensors of the final version and the personal tensors of the
-        client. With a method such as Ditto, it is the client's personal model.
-        client: the number of the client.
-        Raise `RefusedError` if no client has this number, or if the run has not finished. Also
-        raise it if clients have states or models of their own, or the run has replicas, but it
-        stored no checkpoint in its last round.
+        It has the final shared tensors and the client's personal tensors. With a method such as
+        Ditto, it is the client's personal model. Raise `RefusedError` if no client has this number,
+        if the run has not finished, or if the last round has no checkpoint, which client states,
+        clients' own models and replicas need.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -265,10 +254,9 @@ class Result:
         client: None uses the shared model and the central test set. A number uses the client's own
         model and the client's test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        model that the run scored last; with most methods, this is the final version.
-        Raise `RefusedError` if the client does not exist, the test set is empty, or the run's
-        folder lacks the model or checkpoint. Raise it also for `best=True` with a client, and for
-        client=None if clients have personal parameters.
+        model that the run scored last, which is the final version with most methods. Raise
+        `RefusedError` if the client does not exist, the test set is empty, or the folder lacks the
+        model or checkpoint. With client=None, also raise it if clients have personal parameters.
         """
         if client is None:
             self._refuse_personal()

@@ -62,8 +62,6 @@ FREE_KEYS = (
 class Place:
     """The folder that a run writes to, and the checkpoint that the run continues from.
 
-    folder: the run's folder.
-    exists: True if the folder exists already.
     resume: the checkpoint's address; "" for a new run.
     is_finished: True if the run in this folder has finished.
     note: a sentence for the user that says where the run starts; "" for none.

@@ -40,13 +40,10 @@ class SetValue(NamedTuple):
 class ExtractedOverrides(NamedTuple):
     """The user's overrides, in three groups: texts, Python values, and settings of objects.
 
-    An object is a model, method or another component that the user passed to `raysim.run` or
-    `raysim.build`.
-    overrides: texts "key=value" that change no setting of an object.
-    settings: Python values, by key, that change no setting of an object.
-    by_place: the overrides that change settings of objects, such as
-    by_place["method.fedprox"]["mu"]. The first key is the object's key in the configuration, and
-    the second key is the name of the setting.
+    overrides: texts "key=value" that change no object that the user passed.
+    settings: Python values, by key, that change no such object.
+    by_place: the overrides of objects, by the object's key and the name of the setting, such as
+    by_place["method.fedprox"]["mu"].
     """
 
     overrides: list[str]
@@ -182,13 +179,12 @@ def extract_overrides(
 ) -> ExtractedOverrides:
     """Separate the overrides that set arguments of the user's objects from all other overrides.
 
-    If the user gave the data as an object, "data.padding=1" is an override of this object.
-    overrides: the user's overrides that are text, such as "local.lr=0.1".
-    settings: the user's overrides that are Python values, by key; nested dictionaries are allowed.
-    places: the keys of the configuration for which the user gave objects, such as "data" or
-    "method.fedprox".
-    Raise `RefusedError` for an override that replaces an object, such as "data=mnist". Raise it
-    also if a key of an object is set twice.
+    If the user passed the data as an object, "data.padding=1" is an override of this object.
+    overrides: texts, such as "local.lr=0.1".
+    settings: Python values, by key; nested dictionaries are allowed.
+    places: the keys of the user's objects, such as "data" or "method.fedprox".
+    Raise `RefusedError` for an override that replaces an object, such as "data=mnist", and for a
+    key of an object that is set twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

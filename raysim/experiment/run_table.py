@@ -77,12 +77,9 @@ def store_plan(
     """Store the arguments of a study or sweep in its folder, so that a later command continues it.
 
     Also create the folder of the logs.
-    folder: the folder of the study or sweep.
     command: "study" or "sweep".
-    overrides: the overrides of the command.
     conf: the folders of options that the user named with --conf.
-    facts: more values that the continued study or sweep needs, such as the fingerprint of a sweep;
-    None for none.
+    facts: more values that the continued command needs, such as the fingerprint of a sweep.
     """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
@@ -111,14 +108,11 @@ def load_plan(folder: Path, command: str) -> Node:
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
-    Without resume=latest, the command starts a new study or sweep. With resume=latest, it continues
-    the study or sweep in the folder. If the folder is missing or empty, it starts a new one.
+    It continues with resume=latest, unless the folder is missing or empty.
     overrides: the overrides of the command.
     command: "study" or "sweep".
-    folder: the folder of the study or sweep.
-    Raise `RefusedError` if the folder has files, but no study or sweep that this version of raysim
-    can continue. Also raise it if the command would start a new study or sweep with resume=latest,
-    but has no overrides except `out` and `resume`.
+    Raise `RefusedError` if the folder has files, but nothing that can be continued. With
+    resume=latest, also raise it if a new study or sweep has no overrides except `out` and `resume`.
     """
     if not is_resume_requested(overrides, command):
         return False

@@ -1,9 +1,8 @@
 """Execute the runs of a study or a sweep, each in its own folder and with its own log.
 
 A finished run is not executed again; an unfinished one continues at its last checkpoint. A study
-executes a whole run at once (`attempt`); a sweep executes it round by round (`SteppedRun`), because
-Ray Tune decides after each measurement whether the run continues. Both write the same files, except
-that a sweep's runs have no pictures and no samples.txt.
+executes a whole run (`attempt`), a sweep one round after another (`SteppedRun`). A sweep's runs
+have no pictures and no samples.txt.
 """
 
 from __future__ import annotations
@@ -104,14 +103,13 @@ def attempt(
 class SteppedRun:
     """A run in its own folder that advances round by round, as far as the caller requests.
 
-    config: the run's configuration with `out` and `resume=latest`, as `configure_run` returns it.
-    accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
-    population-based training.
+    config: the run's configuration, as `configure_run` returns it.
     log: the file that gets the printed output and the error.
-    start_events: function that starts the runtime of a run and returns the run's events. Its
-    arguments are the run, its folder, and the checkpoint's address ("" for none).
+    start_events: function that starts a run and returns its events. Its arguments are the run, its
+    folder, and the checkpoint's address ("" for none).
     allow: the packages besides raysim whose classes the configuration may name.
-    Raise `RunFailedError` for a run that cannot be made.
+    accepts_changes: True if settings of an unfinished run may differ from the stored ones. Raise
+    `RunFailedError` for a run that cannot be made.
     """
 
     def __init__(

@@ -28,10 +28,10 @@ class RuntimeOptions(RayOptions):
     name: "inprocess" runs one worker in this process. "local" runs workers with Ray on this
     machine, and "cluster" on a Ray cluster.
     threads: the number of CPU threads of each worker.
-    lanes: the number of clients that a worker trains at once. None chooses the number that was
+    lanes: the number of clients that a worker trains at once. None chooses the fastest number in
+    our measurements.
+    graph: True records each training step once and replays the recording. None chooses what was
     fastest in our measurements.
-    graph: True records each training step once and replays the recording (on a GPU as a CUDA
-    graph). None chooses what was fastest in our measurements.
     precision: the number format of matrix products in a training step: "float32", "tf32" (on a GPU)
     or "bfloat16". Parameters are always float32.
     """
@@ -73,14 +73,12 @@ class Tracking:
 class ExecutionOptions:
     """The settings of a run's execution, and of the files that it writes.
 
-    All other settings are in `RunSettings` and in the classes of the run's parts.
     out: the run's folder; None makes a dated folder in the folder runs.
     resume: "latest", or a checkpoint's folder; None starts a new run.
     device: "auto", "cpu", "cuda" or "mps", the device of each worker.
     profile: True measures how the wall time is spent.
-    thresholds: values of the main metric. For each of them, `rounds_to` in the summary is the first
-    round whose score is equal or better.
-    runtime: where the workers run, and their resources.
+    thresholds: values of the main metric. `rounds_to` in the summary has, for each of them, the
+    first round with an equal or better score.
     tracking: whether and where the run is stored for MLflow.
     """
 
@@ -98,8 +96,8 @@ class Experiment:
     """All objects of a run, after their checks and before the run writes any file.
 
     config: the configuration, as the run's folder stores it.
-    spec: the final settings, after the changes that methods made; `method=centralized`, for
-    example, changes data and local steps.
+    spec: the final settings, after the changes that methods made.
+    warnings: texts for the user, which are printed before the run starts.
     observers: the observers of the configuration.
     changes: a sentence for each setting that methods changed.
     round_warnings: functions of methods that check each finished round.
@@ -107,10 +105,6 @@ class Experiment:
     late_planning: why aggregations are planned one at a time; "" if the planner may work ahead of
     training.
     url: the URL to which the run's folder is sent; "" keeps the folder only on this machine.
-    schedule: the rule for when clients are dispatched and updates are aggregated.
-    fleet: the simulated devices of the clients.
-    execution: where and how the run is executed, such as its folder, device and workers.
-    warnings: texts for the user, which are printed before the run starts.
     """
 
     config: Node

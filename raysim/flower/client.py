@@ -73,11 +73,10 @@ class AppRunner:
 
         The global generators of `random`, NumPy and torch are seeded from `seed`, the message's
         type, the client and `number`, and restored afterwards.
-        message: the message to the client.
         number: a number for the seed, such as the number of earlier messages to the client.
         state: the records that the client has kept so far.
-        Raises AppError if the app raises an error, exits, does not return a message with content,
-        or uses records that cannot be stored.
+        Raise AppError if the app raises an error, exits, returns no message with content, or uses
+        records that cannot be stored.
         """
         with self.preserved_generators():
             return self.answer_next(message, number, state)

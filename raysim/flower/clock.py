@@ -52,12 +52,10 @@ class VirtualClock:
         """Return when the reply to a message arrives, if the message is sent now.
 
         If the client drops out or the message expires, return when the error arrives in its place.
-        client: the client that gets the message.
         number: how many messages the client has received before.
-        is_training: True if the message lets the client train. For other messages the client
-        processes no samples.
-        array_bytes: the size of the arrays in the message. The reply to a training message is
-        assumed to have arrays of the same size. All other replies are assumed to have no arrays.
+        is_training: True if the client trains. For other messages it processes no samples, and the
+        reply is assumed to have no arrays.
+        array_bytes: the size of the arrays in the message, and in the reply to a training message.
         ttl: the virtual seconds after which the message expires.
         """
         floats = array_bytes // FLOAT_BYTES

@@ -39,14 +39,13 @@ class MessageRecord:
     """A row of the table of messages: one message to a client, and what became of it.
 
     message: the message's id.
-    client: the number of the client.
     type: Flower's message type, such as "train" or "evaluate".
     group: the group id that the ServerApp gave the message, such as the number of a round.
     dispatched: the virtual time at which the message was sent, in seconds.
-    arrived: the virtual time at which a reply or an error arrived at the ServerApp. If a timeout
-    ended first, it is the time at which the reply would have arrived.
-    fate: "answered"; "lost" if the ServerApp got an error or a timeout in place of a reply; or
-    "failed" if the ClientApp raised an error or returned no valid reply.
+    arrived: the virtual time at which a reply or an error arrived, or would have arrived without a
+    timeout.
+    fate: "answered"; "lost" after an error or a timeout; or "failed" if the ClientApp raised an
+    error or returned no valid reply.
     error: why the message was lost or failed; "" if it was answered.
     numbers: the metrics of the reply, by name.
     """
@@ -67,12 +66,11 @@ class _Pending:
     """A message whose reply the ServerApp has not received yet.
 
     request: the message in the form that raysim sends to a worker.
-    message: the object of Flower's class `Message` from which the request was made.
     dispatched: the virtual time at which the message was sent, in seconds.
-    arrival: the virtual time at which the reply arrives, or at which the message counts as lost.
+    arrival: when the reply arrives, or when the message counts as lost.
     content: the records of the reply; None before a worker has answered, and after an error.
-    header: the names of the values in the reply, and the names and shapes of its arrays, packed as
-    bytes; b"" if there is no reply.
+    header: the names of the reply's values, and the names and shapes of its arrays; b"" without a
+    reply.
     error: the error of the ClientApp; "" if it had none.
     """
 
@@ -105,17 +103,16 @@ class _Pending:
 class VirtualGrid(SimpleGrid):
     """A Grid whose nodes are simulated clients.
 
-    Messages are sent at the current virtual time. The fleet decides when their replies arrive. A
-    call that waits for replies advances the clock. `timeout`, and the `ttl` of a message, are
+    Messages are sent at the current virtual time, and the fleet decides when their replies arrive.
+    A call that waits for replies advances the clock. `timeout`, and the `ttl` of a message, are
     virtual seconds.
-    runtime: the object that calls the workers.
-    clock: the virtual clock.
-    replies: the file with the replies from an earlier, killed process of this run. New replies are
-    added to it. With None, no replies are read or stored.
-    on_message: function that is called with a `MessageRecord` for each message that is answered,
-    lost or failed.
-    fatal_error: the error that makes it impossible to continue the run; None if there is none. It
-    is stored here because Flower may catch errors that are raised in its threads.
+    replies: the replies of an earlier, killed process of this run, and the store of new ones; None
+    stores nothing.
+    on_message: function that gets a `MessageRecord` of each message that is answered, lost or
+    failed.
+
+    fatal_error: the error that makes it impossible to continue the run, or None. It is stored here
+    because Flower may catch errors in its threads.
     """
 
     def __init__(
@@ -288,16 +285,12 @@ class VirtualGrid(SimpleGrid):
     def end_batch(self) -> dict[int, tuple[float, int]]:
         """Advance the virtual clock to the last reply to the messages that threads have sent.
 
-        Flower's older `Server` sends the messages of a round from several threads. The clock stands
-        still while these threads run, so all messages of the round are sent at the same virtual
-        time. Call this function after the threads have ended.
-        Return a dictionary with the clients that got these messages. A key is Flower's node id of a
-        client. The value is a pair: the virtual time in seconds at which the client's last reply
-        arrives, and the number of the client.
-        Raises ReplayError if a resumed run does not repeat the messages of the stored run. The n-th
-        message to a client must equal the n-th message to this client in the stored run.
-        Raises WorkerDiedError if several workers died, one after another, while they answered the
-        same message.
+        Flower's older `Server` sends the messages of a round from several threads, all at the same
+        virtual time. Call this function after the threads have ended. Return the clients that got
+        these messages, by Flower's node id: the virtual time in seconds of the client's last reply,
+        and the number of the client. Raise ReplayError if a resumed run does not repeat the
+        messages of the stored run, and WorkerDiedError if several workers died while they answered
+        the same message.
         """
         with self._lock:
             if self._batch_end is not None:
