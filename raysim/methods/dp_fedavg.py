@@ -1,49 +1,39 @@
 """DP-FedAvg: clip the clients' updates and add noise, for differential privacy of clients.
 
-The clipping bound can adapt to the lengths of the updates.
-
-Source: McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language
-Models" (ICLR 2018), Algorithm 1 with flat clipping and a fixed denominator. The bound C follows
-Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping"
-(NeurIPS 2021), Algorithm 1. x is the model, and N(0, q) is Gaussian noise with the variance q. A
-round has m clients with the updates D_i. The bit b_i is 1 if |D_i| <= C, otherwise 0. The setting
-`noise` is z. The setting `bit_noise` is s, the standard deviation of the noise on the sum of the
-bits. The setting `quantile` is the share of updates that C should not clip. The setting `rate` is
-the speed at which C changes:
+Source: McMahan et al., "Learning Differentially Private Recurrent Language Models" (ICLR 2018),
+Algorithm 1 with flat clipping and a fixed denominator. The clipping bound C adapts as in Andrew et
+al., "Differentially Private Learning with Adaptive Clipping" (NeurIPS 2021), Algorithm 1. x is the
+model, and N(0, q) is Gaussian noise with the variance q. A round has m clients with the updates
+D_i. The bit b_i is 1 if |D_i| <= C, otherwise 0. The settings are z (`noise`), s (`bit_noise`),
+`quantile` and `rate`:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-A round publishes two noisy sums: the sum of the updates and the sum of the bits. Because z_D is
-larger than z, both sums together have the same privacy loss as the first sum alone with the noise
-z.
+Both noisy sums together have the same privacy loss as the first sum alone with the noise z.
 
 The two epsilons
-- The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models of the run
-  and all bounds C. It does not cover the other columns of the history or the scores of single
-  clients. A real system would not publish these columns and scores.
-- ``dp_fedavg.epsilon`` is for what raysim does: each round draws a set of exactly m of the n
-  clients with samples. Two data sets are neighbours if the data of one client is replaced by other
-  data. This replaces one clipped update, so the sum of the clipped updates changes by at most 2 C.
-  Noise with the standard deviation z C is z / 2 times this change. Therefore epsilon is computed
-  for the noise z / 2 (Wang, Balle and Kasiviswanathan, AISTATS 2019).
+- The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models and all
+  bounds C of the run, but no other columns of the history and no scores of single clients.
+- ``dp_fedavg.epsilon`` is for what raysim does: each round draws exactly m of the n clients with
+  samples. Neighbours differ in the data of one client, so the sum of the clipped updates changes by
+  at most 2 C. Therefore epsilon is computed for the noise z / 2 (Wang, Balle and Kasiviswanathan,
+  AISTATS 2019).
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
-  round independently with probability m / n. Two data sets are neighbours if one of them has one
-  more client. A round of a fixed size does not have this guarantee.
+  round independently with probability m / n, and that one neighbour has one more client. Rounds of
+  a fixed size do not have this guarantee.
 - Neither number holds if the devices decide which clients take part (availability, over-selection,
   deadlines).
-- The package dp-accounting computes both numbers. The noise comes from the seed of the run, and
-  anyone who knows the seed knows the noise. The method therefore measures the cost of privacy and
-  protects nobody.
+- The noise comes from the run's seed, so the method measures the cost of privacy and protects
+  nobody.
 
 Departures from the papers
-- s is m / 20, as in the paper, but at least z. This is because z_D exists only for s > z / 2. With
-  noise 0 no epsilon is reported.
+- s is m / 20, as in the paper, but at least z, because z_D exists only for s > z / 2. With noise 0
+  no epsilon is reported.
 - All clients have the same weight. A failed client counts as an update of zero: the sum is still
   divided by m.
-- In the papers, the clients clip their updates and send b_i. Here the server clips the updates and
-  computes b_i, with the same result.
+- The server, not the client, clips the updates and computes b_i.
 """
 
 from __future__ import annotations
@@ -75,12 +65,10 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    A round publishes two noisy results: the sum of the updates with the noise z_D, and the number
-    of unclipped updates with the noise `bit_noise`. Both together have the same privacy loss as the
-    sum of the updates alone with the noise `noise`. z_D and `noise` are standard deviations,
-    divided by the clipping bound.
-    noise: the noise of the sum alone. If it is 0, z_D is 0.
-    bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
+    With these noises, a round's two results have together the privacy loss of the sum alone with
+    `noise`. z_D and `noise` are in units of the clipping bound.
+    noise: the noise of the sum alone; 0 returns 0.
+    bit_noise: the standard deviation of the noise on the number of unclipped updates.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 
@@ -124,13 +112,11 @@ def epsilon(
 ) -> float:
     """Return the epsilon of the (epsilon, delta)-differential privacy after some rounds.
 
-    noise: the noise z of a round, a standard deviation in units of the clipping bound.
+    noise: the standard deviation of a round's noise, in units of the clipping bound.
     clients: the number of clients that have samples.
     cohort: the number of clients in a round; with `poisson`, its expected value.
-    rounds: the number of rounds so far.
-    delta: the probability delta with which the guarantee may fail.
-    poisson: True if each client joins a round independently of the others; False if each round
-    draws a set of exactly `cohort` clients.
+    delta: the probability with which the guarantee may fail.
+    poisson: True if each client joins a round independently; False if rounds have a fixed size.
     """
     spent = rounds * _divergences(noise, clients, cohort, poisson)
     rdp = import_optional("dp_accounting.rdp", "method=dp_fedavg")
@@ -140,18 +126,15 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    An update whose norm is above the clipping bound C is scaled down to the norm C. The server then
-    adds Gaussian noise to the sum of the updates. With a `quantile`, C changes in every round.
-    noise: the number z, on which epsilon depends; 0 adds no noise. If C is constant, the noise has
-    the standard deviation z C. If C changes, the standard deviation is z_D C, with
-    z_D = (z^-2 - (2 bit_noise)^-2)^(-1/2).
+    Updates that are longer than the clipping bound C are scaled down to the length C.
+    noise: the number z, on which epsilon depends; 0 adds no noise. The noise on the sum of updates
+    has the standard deviation z C. If C changes, it is z_D C, with z_D = (z^-2 - (2
+    bit_noise)^-2)^(-1/2).
     clip: the clipping bound C in the first round.
-    quantile: the share of updates that the bound should not clip; None keeps the bound constant.
-    rate: the speed at which the bound changes.
-    bit_noise: the standard deviation of the noise on the number of unclipped updates in a round.
-    This number is a sum of bits: 1 for each unclipped update, 0 for each clipped update. None means
-    m / 20 for a round of m clients, or `noise` if `noise` is larger. Without a `quantile`,
-    bit_noise has no effect.
+    quantile: the share of updates that C should not clip; None keeps C constant.
+    rate: the speed at which C changes.
+    bit_noise: with a `quantile`, the standard deviation of the noise on the number of unclipped
+    updates. None means m / 20 for a round of m clients, but at least `noise`.
     delta: the probability delta of the guarantee; None is n^-1.1 for n clients with samples.
     """
 

@@ -1,9 +1,9 @@
 """FADAS: AMSGrad on the server along the mean of a buffer, with a lower rate for late updates.
 
-Source: Wang, Wang, Lu and Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
-2024), Algorithm 1 and its delay-adaptive rule. Delta is the mean update of a buffer, and s the
-largest staleness in the buffer. m and v are the first and the second moment of Delta, w is the
-largest v so far, and x the model:
+Source: Wang et al., "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024),
+Algorithm 1 and its delay-adaptive rule. Delta is the mean update of a buffer, and s the largest
+staleness in the buffer. m and v are the two moments of Delta, w is the largest v so far, and x the
+model:
 
     m <- beta1 m + (1 - beta1) Delta      v <- beta2 v + (1 - beta2) Delta^2      w <- max(w, v)
     x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold,
@@ -11,17 +11,17 @@ largest v so far, and x the model:
 
 Departures from the paper or its code
 - "scale" is the rule of the released code, which is also the source of the defaults. "cap" is the
-  rule of the paper. With "cap" and eta = 1e-3, the rate is below eta only for a staleness above
-  1000. With threshold=null the rate is always eta.
+  rule of the paper. With "cap" and eta = 1e-3, only a staleness above 1000 lowers the rate. With
+  threshold=null the rate is always eta.
 - With bias_correction=True, step n divides m by 1 - beta1^n and w by 1 - beta2^n, as in the
   released code. The paper has no correction.
-- An update is the trained model minus the model that the client received, as in the paper. The
-  released code subtracts a model that the client did not receive.
-- All updates have the same weight, unless weighting=samples is set. BatchNorm's statistics are
-  averaged. Staleness is counted when the buffer is aggregated.
+- An update is the trained model minus the received one, as in the paper, not as in the released
+  code.
+- Updates have equal weights, unless weighting=samples is set. BatchNorm's statistics are averaged.
+  Staleness is counted at the aggregation.
 
-FADAS does not remove the bias towards fast clients. If the run also has the method CA2FL, the step
-of CA2FL replaces Delta; this combination is not published.
+FADAS does not remove the bias towards fast clients. With the method CA2FL, CA2FL's step replaces
+Delta; this combination is not published.
 """
 
 from __future__ import annotations
@@ -77,13 +77,11 @@ def amsgrad_step(
 ) -> dict[str, Tensor]:
     """Return "params" and the three moments after one step, all [D], on the CPU.
 
-    params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
     first_moment, second_moment: the running means of the update and of its square.
     max_second_moment: the largest second moment so far, for each entry.
     server_lr: the factor on the step.
-    beta1: the factor of the old value in the first moment.
-    beta2: the factor of the old value in the second moment.
+    beta1, beta2: the factors of the old values in the first and the second moment.
     eps: the constant that is added to the root of the largest second moment.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """
@@ -105,10 +103,6 @@ def _step(
 
     arrays: five tensors [D]: the result, the update, the first and the second moment, and the
     largest second moment so far.
-    server_lr: the factor on the step.
-    beta1: the factor of the old value in the first moment.
-    beta2: the factor of the old value in the second moment.
-    eps: the constant that is added to the root of the largest second moment.
     step: the number of the step, from 1; None makes no bias correction.
     """
     growth, growth2 = (
@@ -134,17 +128,10 @@ def _amsgrad(
 ) -> None:
     """Compute the server's step, and update the moments in place; all arrays are [d].
 
-    The step is rate * first / (sqrt(growth * highest) + eps). The loop is compiled.
-    into: the array to fill with the step.
-    delta: the mean update.
-    first, second: the first and the second moment.
     highest: the largest second moment so far.
     rate: the learning rate; with bias correction, divided by 1 - beta1^n at step n.
-    beta1: the factor of the old value in the first moment.
-    beta2: the factor of the old value in the second moment.
-    weight1, weight2: 1 - beta1 and 1 - beta2, the factors of the update and of its square.
+    weight1, weight2: 1 - beta1 and 1 - beta2.
     growth: 1 / (1 - beta2^n) at step n; 1 without bias correction.
-    eps: the constant that is added to the root.
     """
     for i in range(len(into)):
         first[i] = beta1 * first[i] + weight1 * delta[i]
@@ -159,8 +146,7 @@ class FADAS(Method):
     server_lr: the server's learning rate eta.
     threshold: the largest staleness at the full rate; None always uses the full rate.
     rule: the rate for a larger staleness s. "scale" is eta / s, "cap" is min(eta, 1 / s).
-    beta1: the factor of the old value in the first moment.
-    beta2: the factor of the old value in the second moment.
+    beta1, beta2: the factors of the old values in the first and the second moment.
     eps: the constant that is added to the root of the largest second moment.
     bias_correction: True corrects the moments for their start at 0.
     """

@@ -23,10 +23,9 @@ def mmd(
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
     kernel: "gaussian" is a sum of Gaussian kernels exp(-|a - b|^2 / w) with different widths w. The
-    rows of x and y are joined, and the width of the middle kernel is the mean squared distance over
-    all pairs of different rows. No gradient flows through this width. "moments" uses no kernels,
-    but a sum of two mean squared differences: between the mean rows of x and y, and between the
-    (unbiased) covariance matrices of x and y.
+    middle width is the mean squared distance over all pairs of different rows of x and y. No
+    gradient flows through it. "moments" is the mean squared difference of the mean rows plus that
+    of the (unbiased) covariance matrices.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -77,14 +76,10 @@ def mmd_of_classes(
 ) -> Tensor:
     """Return the squared MMD between a class's rows in x and in y, averaged over classes.
 
-    Only classes that have rows in both x and y count. The result is 0 if there is no such class.
-    The MMD (maximum mean discrepancy) uses Gaussian kernels of different widths. The middle width
-    of a class is the mean squared distance over all pairs of different rows of the class, from x
-    and y together.
-    x: the first set of features, [n, D].
-    y: the second set of features, [k, D].
-    x_labels: the class of each row of x, int64 [n].
-    y_labels: the class of each row of y, int64 [k].
+    Only classes that have rows in both x and y count. Without such a class, the result is 0. The
+    kernels are those of `mmd`; each class has its own middle width.
+    x, y: the features, [n, D] and [k, D].
+    x_labels, y_labels: the class of each row, int64 [n] and [k].
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -120,10 +115,9 @@ def feature_distance(
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
     metric: "mmd" has Gaussian kernels, "mmd_moments" compares means and covariances, and
-    "mmd_classes" is the mean of the MMD over classes. "mse" is the mean squared difference of row j
-    of x and row j of y.
-    x_labels: the class of each row of x, int64 [n]. Only "mmd_classes" needs it.
-    y_labels: the class of each row of y, int64 [k]; None if it is equal to `x_labels`.
+    "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference of equal rows.
+    x_labels: the class of each row of x, int64 [n], for "mmd_classes".
+    y_labels: the class of each row of y, int64 [k]; None means `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.
     """
     if metric != "mmd_classes":

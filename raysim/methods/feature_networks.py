@@ -49,11 +49,9 @@ def make_rtnet(
 ) -> Conditional:
     """Return RTNet, a network that makes residuals [B, D] from generated features and labels.
 
-    The generated features are [B, G]. The labels are an input of the first layer, as one-hot rows.
-    source: G, the number of generated features of a row.
+    source: the number of generated features of a row.
     features: D, the number of the model's features.
     hidden: the width of the hidden layer.
-    num_classes: the number of classes, which is the length of a one-hot row.
     norm: True adds a BatchNorm at the end.
     """
     first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)

@@ -1,29 +1,27 @@
 """FedALA: each client learns, for each parameter, how much of the received model to take.
 
-Source: Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for
-Personalized Federated Learning" (AAAI 2023), Algorithm 1. x is the received model, y' the model
-that the client trained last, and L the client's loss. W has a weight for each parameter of the
-model's last p layers, at first 1; eta is the learning rate of W:
+Source: Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning" (AAAI
+2023), Algorithm 1. x is the received model, y' the model that the client trained last, and L the
+client's loss. W has a weight for each parameter of the model's last p layers, at first 1; eta is
+the learning rate of W:
 
     theta = y' + (x - y') W
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
-A client's first job trains x, as in FedAvg. Each later job first learns W on a share of the
-client's samples. Then it trains the model: the last p layers start from theta, all other layers
-from x. The update is the trained model minus x.
+A client's first job trains x. Each later job first learns W on a share of the client's samples.
+Training then starts from theta in the last p layers, and from x in all other layers. The update is
+the trained model minus x.
 
-In its second job, a client makes several passes over this share of its samples to learn W, until
-the losses of the last ten passes have a standard deviation below 0.1. In each later job it makes
-one pass.
+The second job makes passes over this share until the last ten losses have a standard deviation
+below 0.1. Each later job makes one pass.
 
 Departures from the paper
-- A layer is a module with parameters that travel, in the order of the model. With p = 1 only the
-  head is mixed.
+- A layer is a module with parameters that travel. With p = 1 only the head is mixed.
 - W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
 - The loss of a pass is the loss of its last batch. The second job makes 11 to 100 passes, and
   virtual time counts 100.
-- To score a client, the last p layers are y' + (x - y') W, where W comes from the client's last
-  job. All other layers are those of x. A client without W is scored with x.
+- A client is scored with y' + (x - y') W in the last p layers, for the current x. A client without
+  W is scored with x.
 """
 
 from __future__ import annotations

@@ -1,29 +1,26 @@
 """FedAsync: move the shared model towards each arriving model, less if it is stale.
 
-Source: Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and
-section 5.2. x is the shared model. alpha, a and b are settings. A client received version tau and
-returns the model y when the server has version t:
+Source: Xie et al., "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and section 5.2. x
+is the shared model. alpha, a and b are settings. A client received version tau and returns the
+model y when the server has version t:
 
     x <- (1 - a_t) x + a_t y      a_t = alpha sigma(t - tau)      t <- t + 1
 
     sigma(s): constant 1; polynomial (s + 1)^-a; hinge 1 if s <= b, else 1 / (a (s - b) + 1)
 
-The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is the
-term of FedProx: `method=fedasync+fedprox`.
+The method is meant for `schedule=immediate`. `method=fedasync+fedprox` adds the paper's local term.
 
 Departures from the paper or public code
-- If an aggregation has several models, they are mixed into x one after another. Each model
-  increases t by 1, so a later model has a smaller a_t. But each mixing also scales down all earlier
-  models. In synchronous rounds with the default settings, the last model therefore counts most. The
-  result is not that of FedAvg.
+- If an aggregation has several models, they are mixed into x one after another, and each increases
+  t by 1. Each mixing scales down all earlier models. So in synchronous rounds the last model counts
+  most, unlike in FedAvg.
 - The hinge function is that of the paper. In easyFL's code, its denominator is a (s - b).
-- The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
-  update y - x_tau instead, use FedBuff with a buffer of one update.
-- With weighting=samples, a_t is multiplied by the client's number of samples, divided by the mean
-  number of samples of all clients. The product is limited to 1. In the paper, all clients have the
-  same weight.
+- y includes BatchNorm's statistics. To add the update y - x_tau instead, use FedBuff with a buffer
+  of one update.
+- With weighting=samples, a_t is multiplied by the client's number of samples relative to the mean
+  over clients, and limited to 1.
 - A model older than max_staleness is left out. t still grows.
-- The paper draws the staleness at random. Here it follows from the fleet and virtual time.
+- Staleness follows from the fleet and virtual time. The paper draws it at random.
 """
 
 from __future__ import annotations
@@ -47,10 +44,8 @@ WeightKind: TypeAlias = Literal["polynomial", "hinge", "constant"]
 def staleness_weight(
     *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
 ) -> float:
-    """Return sigma(s), the weight of an update with staleness s.
+    """Return sigma(s), the weight of an update with staleness s; it is at most 1.
 
-    The weight is 1 for s = 0, and never larger.
-    staleness: the staleness s of the update.
     kind: "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b, else 1 / (a (s - b)
     + 1).
     a, b: the constants in these formulas, at least 0.
@@ -82,16 +77,12 @@ def arrival_rates(
 ) -> list[float]:
     """Return the rate alpha sigma(s) at which each of M arriving models is mixed in.
 
-    s is the model's staleness. The rate is 0 if s is above `max_staleness`.
     base_versions: int64 [M], the version from which each model started.
     version: the current version when the first model arrives; each model increases it by 1.
-    alpha: the rate for s = 0.
-    kind: the function sigma. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b,
-    else 1 / (a (s - b) + 1).
-    a, b: the constants in these formulas, at least 0.
-    max_staleness: the largest staleness of a model that is used; None for no limit.
-    factors: [M], a factor on the rate of each model. The rate times this factor is limited to 1.
-    None for no factors.
+    alpha: the rate for staleness s = 0.
+    kind, a, b: the function sigma, as in `staleness_weight`.
+    max_staleness: the rate is 0 for a larger staleness; None for no limit.
+    factors: [M], a factor on each rate; the product is limited to 1. None for no factors.
     """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
@@ -129,7 +120,7 @@ class FedAsync(Method):
     """A server rule that moves the shared model towards each arriving model.
 
     alpha: the rate for a model of staleness s = 0.
-    kind: the weight of a stale model. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for
+    kind: the factor for staleness s. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for
     s <= b, else 1 / (a (s - b) + 1).
     a, b: the constants in these formulas.
     max_staleness: staler models are left out; None for no limit.

@@ -1,17 +1,17 @@
 """FedAvg: average the clients' models with weights; the base of all other methods.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
-(AISTATS 2017), Algorithm 1; Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1). Client i has the
-trained model y_i, n_i training samples and the weight p_i:
+(AISTATS 2017), Algorithm 1. Client i has the trained model y_i, n_i training samples and the weight
+p_i:
 
     x_bar = sum_i p_i y_i / sum_i p_i        over the participants i
     p_i = n_i ("samples") or 1 ("uniform")
 
-Departures from the papers
+Departures from FedBR (Guo et al., ICML 2023)
 - Clients are weighted by samples, unless the run sets `weighting=uniform`. FedBR gives all clients
-  the same weight, in Algorithm 1 and in the released code.
-- The model's floating-point buffers are averaged, and its integer buffers (BatchNorm's counters)
-  take the maximum over the clients. FedBR's code averages both.
+  the same weight.
+- Integer buffers (BatchNorm's counters) take the maximum over the clients. FedBR's code averages
+  all buffers.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """FedBABU: train the model without its head, and fine-tune the head before a client is scored.
 
-Source: Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image
-Classification" (ICLR 2022). The body is the model without its head. All clients have the same
-initial head, which does not change in jobs and is never sent. The clients train their bodies with
-this head, and the server averages the bodies. Before a client is scored, its copy of the head is
-fine-tuned on the client's samples; finetune="all" also fine-tunes its copy of the body.
+Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification"
+(ICLR 2022). The body is the model without its head. Clients train bodies with the same initial
+head, which never changes in jobs and is never sent. The server averages the bodies. A client's head
+is fine-tuned on its samples before it is scored.
 
 Departures from the paper
 - finetune="head" trains the head with the body in eval mode; "all" trains the whole model.
-- Before fine-tuning, the shared model is scored on each client's test samples. The columns that end
-  in `_finetuned` have the scores of the clients' own models.
-- In local training the body has the run's optimizer. Weight decay does not change the head.
+- Each client's test samples also score the shared model. The columns that end in `_finetuned` have
+  the scores of the clients' own models.
+- The body has the run's optimizer. Weight decay does not change the head.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """FedBN: FedAvg in which every client keeps its own normalisation layers.
 
-Source: Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local
-Batch Normalization" (ICLR 2021), Algorithm 1. With scope="statistics", only the running statistics
-stay on the client: this is SiloBN (Andreux et al. 2020). With scope="affine", only the scales and
-offsets stay on the client. With scope="none", the method is FedAvg.
+Source: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization"
+(ICLR 2021), Algorithm 1. scope="statistics", in which only the running statistics stay on the
+client, is SiloBN (Andreux et al. 2020).
 
 Departures from the paper
 - Normalisation layers are found by the type of the module. The released code takes all tensors
-  whose name contains "bn", and so misses the ``downsample.1`` of a ResNet. With name_rule="bn",
-  raysim does the same.
+  whose name contains "bn", as name_rule="bn" does, and so misses the ``downsample.1`` of a ResNet.
 - The released code weights all clients equally. For this, set weighting=uniform.
 - BatchNorm's counters of batches stay on the client if its running statistics do.
-- A client that never trained has the initial model's layers, as in the released code. With
-  ``reestimate`` it has statistics of its own samples: the shared model makes one pass over them in
-  train mode.
+- A client that never trained has the initial model's layers, as in the released code, unless
+  ``reestimate`` is set.
 """
 
 from __future__ import annotations
@@ -42,14 +39,13 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 def split_parameter_names(
     *, names: list[str], norm_modules: list[str], scope: str = "all"
 ) -> dict[str, list[str]]:
-    """Split tensor names into those that are shared and those that stay on the client.
+    """Split tensor names into those that are "shared" and those that are "personal".
 
-    Return the two lists as "shared" and "personal".
     names: the names of all tensors, such as "bn1.weight".
     norm_modules: the names of the normalisation layers, such as "bn1".
-    scope: which tensors of these layers are personal. "statistics" selects the running statistics,
-    "affine" the scales and offsets, "all" both, and "none" nothing.
-    Raises ValueError for another scope.
+    scope: the personal tensors of these layers. "statistics" are the running statistics, "affine"
+    the scales and offsets, "all" both.
+    Raises ValueError for another scope than these and "none".
     """
     one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]
@@ -65,9 +61,8 @@ def reestimate_statistics(
 ) -> None:
     """Replace BatchNorm's running statistics by the mean of the batches' statistics.
 
-    The mean is weighted by batch size. Batches of one sample are left out, because they have no
-    variance. If no other batch exists, nothing changes. During the call, the given layers are in
-    train mode; the modes of all other layers do not change.
+    The mean is weighted by batch size. Batches of one sample are left out; if there are no others,
+    nothing changes. Only the given layers are in train mode during the call.
     model: the network, which is run on the batches.
     layers: the BatchNorm layers whose statistics change.
     batches: the inputs and labels of each batch.
@@ -111,11 +106,10 @@ class FedBN(Method):
     layers: "batch" keeps BatchNorm layers on the client, "all" every normalisation layer.
     scope: the tensors of these layers that stay on the client. "statistics" keeps the running
     statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
-    name_rule: None finds the layers by their type. A text replaces `layers`: a tensor stays on the
-    client if its name contains the text and `scope` selects the tensor.
-    reestimate: the BatchNorm statistics with which clients are scored before their first job. True
-    computes them from the client's samples, in a pass over these samples in every evaluation. False
-    uses the initial model's statistics.
+    name_rule: None finds the layers by their type. A text selects, in place of `layers`, the
+    tensors whose name contains the text.
+    reestimate: True computes BatchNorm statistics from a client's samples to score the client
+    before its first job. False takes the initial model's statistics.
     """
 
     name = "fedbn"

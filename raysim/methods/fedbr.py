@@ -1,32 +1,27 @@
 """FedBR: reduce the bias of local learning with a small shared set of pseudo-data.
 
-Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
-Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. The trained model computes the features z
-of a batch and z_p of pseudo-data. The received model computes the features z_g of the same
-pseudo-data. P is a projection. lambda, mu, tau1 and tau2 are settings. L_local is the loss on the
-batch. Pseudo-sample j is compared with sample j of the batch. The cosine similarities of row j of
-the features are s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
+Guo et al., "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning Bias
+Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. z and z_p are the trained model's features of
+a batch and of pseudo-data, and z_g the received model's features of the pseudo-data. P is a
+projection, and L_local the loss on the batch. For row j of the features, s+_j = cos(P(z_p), P(z_g))
+and s-_j = cos(P(z_p), P(z)):
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of the outputs for pseudo-data with the targets of the pseudo-data
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples. Its
-target is 1 / C for each of C classes. With pseudo="mixture", the mean includes samples of the
-batch, and the target includes their labels. `pseudo_data.py` makes the pseudo-data and describes
-the settings that decide how they are made.
+L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples with the
+target 1 / C for each of C classes. With pseudo="mixture", the mean includes samples of the batch,
+and the target includes their labels.
 
 Departures from the paper
-- Similarities s are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau,
-  which temperature_mode="divide" computes. But the published ablation with tau2 = 0 is only
-  possible with multiplication.
-- Row j of the pseudo-data is compared with row j of the batch, as in the released code. Eq. (2) has
-  an expectation over all rows.
-- The received model computes z_g in each step if the pseudo-data change in each step, that is, with
-  pseudo="mixture". Otherwise it computes z_g once for a job, with the same values. The released
-  code computes z_g only in the first step of a job, as global_features="round" does. The received
-  model is in eval mode here, and in train mode in the released code.
+- Similarities are multiplied by tau, as in the released code. temperature_mode="divide" computes s
+  / tau, as eqs. (5) and (6) print; the published ablation with tau2 = 0 then is impossible.
+- Row j is compared with row j, as in the released code. Eq. (2) has an expectation over all rows.
+- The received model computes z_g in each step with pseudo="mixture", otherwise once for a job. The
+  released code computes z_g only in a job's first step, as global_features="round" does. The
+  received model is in eval mode here, in train mode there.
 """
 
 from __future__ import annotations
@@ -78,12 +73,11 @@ def contrastive_loss(
     """Return FedBR's contrastive loss (eqs. 2, 5, 6), the mean over rows of embeddings [B, D].
 
     z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
-    z_local: embeddings of real samples. Row j of one tensor is compared with row j of the others.
-    tau1: the temperature of the similarity between `z_local_pseudo` and `z_global_pseudo`.
-    tau2: the temperature of the similarity between `z_local_pseudo` and `z_local`.
-    temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
-    Raises ValueError for another mode than "multiply" and "divide", and for a division by a
-    temperature of 0 or less.
+    z_local: embeddings of real samples by the local model.
+    tau1, tau2: the temperatures of the similarities of `z_local_pseudo` to `z_global_pseudo` and to
+    `z_local`.
+    temperature_mode: "multiply" or "divide" similarities by the temperatures.
+    Raises ValueError for another mode, and for a division by a temperature of 0 or less.
     """
     kappa1, kappa2 = (_similarity_scale(tau, temperature_mode) for tau in (tau1, tau2))
     positive = kappa1 * F.cosine_similarity(z_local_pseudo, z_global_pseudo, dim=-1)
@@ -124,13 +118,10 @@ def mixture_pseudo_data(
     """Average each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
     Return R pseudo-samples: "inputs" [R, ...] and "targets" [R, C].
-
-    proxy_means: [R, ...], means of samples from a public set. The target of a mean is 1 / C for
-    each class.
-    inputs: [n, ...], the client's samples.
+    proxy_means: [R, ...], with the target 1 / C for each class.
+    inputs: [n, ...].
     labels: int64 [n] or probabilities [n, C].
-    indices: int64 [R, K], the samples for each mean; K = 0 leaves the means unchanged.
-    num_classes: C.
+    indices: int64 [R, K], the samples for each mean; K may be 0.
     """
     parts = indices.shape[1] + 1
     rows = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
@@ -159,34 +150,32 @@ class FedBR(Method):
 
     lam: weight of Component 1 (the loss of pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1: the temperature of the first similarity in the contrastive loss. It compares the trained
-    model's features of a pseudo-sample with the received model's features of the same
+    tau1: the temperature of the similarity of the trained and the received model's features of a
     pseudo-sample.
-    tau2: the temperature of the second similarity. It compares the trained model's features of a
-    pseudo-sample with the trained model's features of a real sample.
+    tau2: the temperature of the similarity of the trained model's features of a pseudo-sample and
+    of a real sample.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.
     pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
-    means of its samples before round 0. With "mixture", the server sends means of samples of a
-    public set. In each step of "mixture", a pseudo-sample is the average of such a mean and of
-    samples of the client's batch.
-    pseudo_refresh: "round" draws new pseudo-samples in every round; "once" draws them before the
-    first round only.
+    means of its samples before round 0. With "mixture", the server sends means of a public set, and
+    each step averages them with samples of the batch.
+    pseudo_refresh: "round" draws new pseudo-samples in every round; "once" draws them only before
+    the first round.
     pseudo_batch: the number of pseudo-samples in a step.
     samples_per_mean: the number of samples in a mean.
     means_per_client: with "rsm", the number of means that a client sends; None is `pseudo_batch`.
-    sources: which samples are drawn for the means. "balanced" draws all clients equally often.
-    "unbalanced" draws a client in proportion to its number of samples. "classes" draws all clients
-    equally often, and all classes of a client equally often. From a public set, "balanced" and
-    "classes" draw all classes equally often.
+    sources: how samples are drawn for the means. "balanced" draws all clients equally often,
+    "unbalanced" in proportion to their samples. "classes" draws all clients, and all classes of a
+    client, equally often. From a public set, "balanced" and "classes" draw all classes equally
+    often.
     fresh: True draws new means of all clients' raw data in every round, which only a simulator can
     do.
     proxy: with "mixture", the data source of the public set; otherwise None.
     mix_samples: with "mixture", the number of samples of the batch in each pseudo-sample.
-    global_features: how often the received model computes the features of pseudo-data that change
-    in every step ("mixture"): "step" in every step, "round" once for a job.
+    global_features: with "mixture", the received model computes features of pseudo-data in every
+    "step", or once for a job ("round").
     """
 
     name = "fedbr"

@@ -1,27 +1,24 @@
 """FedBSS: in each job, train on samples with a low loss first, then also on the other samples.
 
-A client's samples with a low loss are called unbiased, its other samples biased. Each epoch of a
-job trains on all unbiased samples, and on more biased samples than the epoch before. The first
-`warmup_rounds` rounds train on all samples, as FedAvg does.
-
-Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The
-received model gives sample i, with label y_i, the class probabilities p_ic. b is the number of
-biased samples, and a job has the epochs e = 1, ..., E:
+Xu et al., "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The received
+model gives sample i, with label y_i, the class probabilities p_ic. A job has the epochs e = 1, ...,
+E:
 
     S_i = -log p_{i, y_i}                                 (3)   loss; samples are sorted by it
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   all other samples are biased
     a_e = (1 - cos(pi e / E)) / 2                         (6)   share of biased samples in epoch e
 
+Each epoch trains on all unbiased samples, and on the biased samples with the lowest losses. The
+first `warmup_rounds` rounds train on all samples.
+
 Choices where the paper is silent or inconsistent
-- In epoch e, the biased samples with the lowest losses take part. Their number is a_e times b,
-  rounded down. With fraction_of="loss", all biased samples take part, and a_e is a factor on their
-  losses.
+- The number of biased samples in an epoch is rounded down. With fraction_of="loss", all biased
+  samples take part, and a_e is a factor on their losses.
 - Epochs count from 1, so the last epoch trains on every sample.
 - If several samples are the most uncertain, m is the sample with the lowest loss. A sample whose
   uncertainty is nan is never m.
 - Samples with non-finite losses come last in the order.
-- The models are averaged with equal weights, unless weighting=samples is set.
 """
 
 from __future__ import annotations
@@ -109,16 +106,12 @@ def included_count(*, num_biased: int, fraction: float) -> int:
 def selected_indices(
     *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
 ) -> Tensor:
-    """Return the samples that are used in one epoch: int64 positions in the client's samples.
+    """Return the samples that are used in one epoch: int64 positions, by ascending loss.
 
-    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample. All
-    other samples are biased. All unbiased samples are used, and a share of the biased samples:
-    those with the lowest losses. The positions are ordered by ascending loss.
-    losses: [N], the loss of each of the client's N samples.
-    uncertainties: [N], the uncertainty of each sample.
-    epoch: the number e of the epoch, from 1 to E = `total_epochs`.
-    kind: how the share depends on e: "cosine" is (1 - cos(pi e / E)) / 2, "linear" is e / E,
-    "filter" is 0, "all" is 1.
+    All unbiased samples of `split_by_uncertainty` are used, and a share of the biased ones: those
+    with the lowest losses.
+    losses, uncertainties: [N], of the client's samples.
+    epoch, total_epochs, kind: the arguments of `inclusion_fraction`, which returns the share.
     """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
@@ -133,13 +126,9 @@ def loss_weights(
 ) -> Tensor:
     """Return the weight of each sample's loss in one epoch, [N].
 
-    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample; its
-    weight is 1. All other samples are biased; their weight depends on the epoch.
-    losses: [N], the loss of each of the client's N samples.
-    uncertainties: [N], the uncertainty of each sample.
-    epoch: the number e of the epoch, from 1 to E = `total_epochs`.
-    kind: the weight of a biased sample: "cosine" is (1 - cos(pi e / E)) / 2, "linear" is e / E,
-    "filter" is 0, "all" is 1.
+    Unbiased samples of `split_by_uncertainty` have the weight 1.
+    losses, uncertainties: [N], of the client's samples.
+    epoch, total_epochs, kind: the arguments of `inclusion_fraction`, the weight of a biased sample.
     """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     weights = torch.ones_like(losses)
@@ -151,17 +140,14 @@ def loss_weights(
 class FedBSS(Method):
     """A method that trains on unbiased samples first and adds biased samples epoch by epoch.
 
-    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample. All
-    other samples are biased.
-    warmup_rounds: the number of first rounds without a selection of samples. Jobs with a base
-    version below this number train on all samples.
-    refresh: the losses and uncertainties of a client's samples are computed in every `refresh`-th
-    job of the client, not counting the warm-up. Other jobs use the stored values.
+    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample.
+    warmup_rounds: jobs with a smaller base version train on all samples.
+    refresh: every `refresh`-th job of a client after the warm-up computes its samples' losses and
+    uncertainties. Jobs in between use the stored values.
     kind: the share of the biased samples in epoch e of E. "cosine" is (1 - cos(pi e / E)) / 2,
     "linear" is e / E, "filter" is 0, "all" is 1.
-    fraction_of: what this share means. With "samples", it is the share of the biased samples that
-    take part. With "loss", all samples take part, and the share is a factor on the losses of biased
-    samples.
+    fraction_of: with "samples", this share of the biased samples takes part. With "loss", all
+    samples take part, and the share is a factor on the losses of biased samples.
     """
 
     name = "fedbss"
@@ -220,10 +206,8 @@ class FedBSS(Method):
     def begin(self, job: LocalJob) -> None:
         """Compute the loss and uncertainty of each of the client's samples with the received model.
 
-        The values are stored in the client state, and decide which samples are biased. The model is
-        in eval mode, and the samples are not augmented. Warm-up jobs compute no values. After the
-        warm-up, every `refresh`-th job of the client computes values. All other jobs use the stored
-        values. With kind="all", no job computes values.
+        The model is in eval mode, without augmentation. The values are stored in the client state.
+        Raises FloatingPointError if no loss is finite.
         """
         if not self._selects(job.version):
             return

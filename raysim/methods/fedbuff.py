@@ -1,20 +1,18 @@
 """FedBuff: collect asynchronous updates in a buffer of K, and make one step when it is full.
 
-Source: Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek and Huba, "Federated Learning with Buffered
-Asynchronous Aggregation" (AISTATS 2022), Algorithm 1, with s_i the staleness of update i at its
-arrival, a the setting `exponent`, and eta_g the server's learning rate:
+Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation" (AISTATS 2022),
+Algorithm 1. s_i is the staleness of update i, a the setting `exponent`, and eta_g the server's
+learning rate:
 
     w_i = (1 + s_i)^-a
     x <- x + eta_g sum_i w_i Delta_i / K
 
 Departures from the paper or FLSim's code
-- The sum is divided by K, as in the paper, so that a stale buffer makes a shorter step. With
-  normalization="weights" it is divided by the sum of w_i. With normalization="none" it is not
-  divided, which is FLSim's default.
-- FLSim divides all weights by the weight of staleness 1. Here, as in the paper, they are not
-  divided.
-- The model's floating-point buffers (BatchNorm's statistics) become the mean of the clients' values
-  with the weights w_i / sum_j w_j, without the server's learning rate.
+- The divisor is K, as in the paper, so that a stale buffer makes a shorter step.
+  normalization="weights" divides by the sum of w_i. normalization="none", FLSim's default, does not
+  divide.
+- FLSim divides all weights by the weight of staleness 1; raysim does not.
+- BatchNorm's statistics become the weighted mean, without the server's learning rate.
 - Updates that are in the buffer when the run ends are not used.
 """
 
@@ -74,12 +72,11 @@ def buffered_aggregate(
 ) -> Tensor:
     """Return the direction of the server's step: sum_i w_i Delta_i / c, [D].
 
-    Update i has the weight w_i = q_i (1 + s_i)^-a.
-    deltas: [K, D], the updates Delta_i in the order of arrival.
+    Update i has the weight w_i = q_i (1 + s_i)^-exponent.
+    deltas: [K, D], the updates Delta_i.
     staleness: int64 [K], the staleness s_i of each update.
-    exponent: a.
     sample_weights: [K], the factors q_i; None means 1.
-    normalization: c is K for "count", the sum of the weights w_i for "weights", and 1 for "none".
+    normalization: c is K ("count"), the sum of the w_i ("weights") or 1 ("none").
     """
     weights = arrival_weights(staleness=staleness, exponent=exponent, sample_weights=sample_weights)
     return weighted_sum(deltas, weights) / buffer_divisor(

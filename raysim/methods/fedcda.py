@@ -1,30 +1,23 @@
 """FedCDA: choose one of each client's last K models; their mean is the next version.
 
-The server caches the last K models of each client. It chooses models that have a low loss and are
-close to each other.
-
-Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
-Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants of
-an aggregation are divided at random into B groups (the setting `batches`). One group after another,
-the server chooses a cached model w_n for each client n of the group. For a client that does not
-participate, w_n stays the model that an earlier aggregation chose. F_n is the loss of w_n, and L
-the setting `smoothness`. The choice of a group minimises
+Source: Wang et al., "FedCDA: Federated Learning with Cross-rounds Divergence-aware Aggregation"
+(ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants are divided at random into groups
+(the setting `batches`). One group after another, the server chooses a cached model w_n for each
+client n. All clients that do not participate keep their last w_n. F_n is the loss of w_n, and L the
+setting `smoothness`. The choice of a group minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 
-The means leave out the clients of later groups. They are over the clients of this group, the
-clients of earlier groups, and all clients that do not participate. After the last group, the mean
-of the w_n of all clients is the next version.
+The means leave out the clients of later groups. At the end, the mean of the w_n of all clients is
+the next version.
 
 Departures from the paper
 - Clients without an update so far are left out.
-- F_n is the mean training loss in the last epoch of a job. With local.steps, it is the mean over
-  the last tenth of the steps.
-- In the warm-up rounds, the server stores models but chooses none. With warmup="fedavg", the next
-  version is then FedAvg's mean. With "selected", it is the mean of all clients' newest models.
-- The groups have equal sizes. If this is impossible, the first groups have one client more.
-- Floating-point buffers (BatchNorm's statistics) are averaged with their model, but are not part of
-  the norm.
+- F_n is the mean training loss in a job's last epoch. With local.steps, it is the mean over the
+  last tenth of the steps.
+- In the warm-up rounds, the server stores models but chooses none. The next version is the mean of
+  the participants (warmup="fedavg") or of all clients' newest models ("selected").
+- BatchNorm's statistics are averaged with their model, but are not part of the norm.
 - The model of a stale client is its base version plus its update. Weights of other methods have no
   effect.
 """
@@ -106,15 +99,15 @@ def select_models(
 ) -> Tensor:
     """Choose one of the K cached models of each of B clients; return its index: int64 [B].
 
-    The chosen models, together with `fixed_models`, minimise `selection_objective`. If several
-    choices do so, the lexicographically first one is returned.
+    The chosen models, together with `fixed_models`, minimise `selection_objective`. Of several such
+    choices, the lexicographically first one is returned.
 
     candidates: [B, K, D], the cached models of each client, newest first.
-    candidate_losses: [B, K], the losses of these models.
-    num_candidates: int64 [B], the number of cached models of each client, at most K.
-    fixed_models: [F, D], models that are already chosen for other clients; F may be 0.
-    fixed_losses: [F], the losses of `fixed_models`.
-    smoothness: the weight L of the divergence in the objective.
+    candidate_losses: [B, K].
+    num_candidates: int64 [B], the number of cached models of each client.
+    fixed_models: [F, D], the models of other clients; F may be 0.
+    fixed_losses: [F].
+    smoothness: the weight L of the divergence.
     """
     return greedy_selection(
         candidates=candidates,
@@ -139,15 +132,10 @@ def greedy_selection(
 ) -> Tensor:
     """Choose one of the K cached models of each of P clients; return its index: int64 [P].
 
-    The clients are divided into groups, and one group after another chooses its models by
-    `select_models`. The chosen models of earlier groups are then fixed.
-    candidates: [P, K, D], the cached models of each client, newest first.
-    candidate_losses: [P, K], the losses of these models.
-    num_candidates: int64 [P], the number of cached models of each client, at most K.
-    fixed_models: [F, D], models that are already chosen for other clients; F may be 0.
-    fixed_losses: [F], the losses of `fixed_models`.
-    smoothness: the weight L of the divergence in the objective.
+    One group of clients after another chooses its models by `select_models`, and then these are
+    fixed.
     num_batches: the number of groups.
+    All other arguments are those of `select_models`, for P clients in place of B.
     """
     selection = _Selection(candidates[0, 0], candidates.shape[2])
     for model, loss in zip(fixed_models, fixed_losses.tolist(), strict=True):
@@ -226,14 +214,10 @@ class _Selection:
         losses: Sequence[Sequence[float]],
         smoothness: float,
     ) -> list[int]:
-        """Choose one cached model for each client, so that the objective is as low as possible.
+        """Return the position of each client's chosen model in the client's list of cached models.
 
-        Return for each client the position of the chosen model in the client's list of cached
-        models. If several choices have the lowest objective, return the lexicographically first
-        one. The objective also counts the models that are already in this selection.
-        models: for each client, its cached models.
-        losses: for each client, the losses of these models.
-        smoothness: the weight L of the divergence in the objective.
+        The choice minimises the objective of all models in this selection and the new ones. Of
+        several such choices, the lexicographically first one is returned.
         """
         all_models = [model for candidates in models for model in candidates]
         gram, products = self._gram(all_models)
@@ -306,14 +290,12 @@ _CHANGES_MEAN = "it changes a mean update, but FedCDA sets the model to a mean o
 class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
-    It chooses one model for each client and minimises an objective. The objective is the mean loss
-    of the chosen models plus L / 2 times their divergence. The divergence is the mean squared
-    distance of the chosen models to their mean.
+    The chosen models have the lowest mean loss plus L / 2 times their mean squared distance to
+    their mean.
 
     memory: the number of cached models per client.
-    batches: the number of groups into which the participants of an aggregation are divided. The
-    groups choose models one after another.
-    smoothness: the factor L in the objective.
+    batches: the number of groups of participants, which choose models one after another.
+    smoothness: the factor L.
     warmup_rounds: the number of first rounds in which no models are chosen.
     warmup: the average in these rounds. "fedavg" takes the models of the participants, "selected"
     the newest model of every client that took part so far.

@@ -1,24 +1,19 @@
 """FedCM: mix the gradient of every local step with the mean direction of the previous round.
 
-The server sends the mean direction to all clients, which use it as a common momentum.
-
-Source: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum" (2021),
-Algorithm 1. g is the gradient of a local step, x the received model, and eta_l the local learning
-rate. Client i made K_i steps; y_i is its trained model and p_i its normalised weight. A local step
-moves along v in place of g:
+Source: Xu et al., "FedCM: Federated Learning with Client-level Momentum" (2021), Algorithm 1. g is
+the gradient of a local step, x the received model, and eta_l the local learning rate. Client i made
+K_i steps; y_i is its trained model and p_i its normalised weight. A local step moves along v:
 
     v <- alpha g + (1 - alpha) Delta                                   every local step
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation
 
 Choices, and departures from the paper
-- With warm_start=False, Delta starts at 0, as in the paper. The local steps of the first round are
-  therefore alpha times as long as those of plain SGD. With warm_start=True, the first round is
-  plain SGD, as in the implementation of FedCM in FedBR's code.
-- The gradient g contains the weight decay, so v contains alpha times the weight decay.
-- With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code instead writes
-  to the optimizer's momentum buffer, and therefore computes different local steps.
-- K_i counts the steps that client i made. If stages train separate networks, such as DANN's
-  discriminator, K_i is counted for each network.
+- Delta starts at 0, as in the paper, so the first round's steps are alpha times those of SGD. With
+  warm_start=True, the first round is plain SGD, as in FedBR's code.
+- v contains alpha times the weight decay.
+- With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code writes to the
+  momentum buffer instead, and so computes different steps.
+- If stages train separate networks, K_i is counted for each network.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
 """
 

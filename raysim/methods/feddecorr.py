@@ -1,21 +1,19 @@
 """FedDecorr: penalise the correlation between features within each batch.
 
-The penalty keeps the features of a client from collapsing into a few dimensions.
-
-Source: Shi, Liang, Zhang, Tan and Bai, "Towards Understanding and Mitigating Dimensional Collapse
-in Heterogeneous Federated Learning" (ICLR 2023). A batch has n rows of D features, the inputs of
-the classifier. Z [n, D] are these features after subtracting their means and dividing by their
-standard deviations. With the correlation matrix K = Z^T Z / n,
+Source: Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous
+Federated Learning" (ICLR 2023). A batch has n rows of D features, the inputs of the classifier. Z
+[n, D] are these features minus their means, divided by their standard deviations. With K = Z^T Z /
+n,
 
     loss = cross-entropy + beta |K|_F^2 / D^2
 
 Departures from the paper
-- The default, variant="authors", is the penalty in the authors' code: n times the mean square of
-  the entries of K outside its diagonal. It is about n times as large as the equation above.
-- variant="paper" is the equation above, with population standard deviations. All other variants use
+- variant="paper" is this equation, with population standard deviations. All other variants use
   sample standard deviations.
-- variant="fedbr" is the equation above, with 1e-4 added to the standard deviations. It is the
-  penalty in FedBR's tables.
+- The default, variant="authors", is the penalty in the authors' code: n times the mean square of
+  the entries of K outside its diagonal. It is about n times as large.
+- variant="fedbr" is the penalty in FedBR's tables: this equation, with 1e-4 added to the standard
+  deviations.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ Variant: TypeAlias = Literal["authors", "paper", "fedbr"]
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     """Return the penalty on features [n, D], D >= 2; 0 for a single row.
 
-    variant: the formula of the penalty, where K is the correlation matrix [D, D] of the features.
-    "paper" is sum_jk K_jk^2 / D^2, with population standard deviations in K. "authors" is
-    n sum_{j != k} K_jk^2 / (D (D - 1)), with sample standard deviations. "fedbr" is
-    sum_jk K_jk^2 / D^2, with sample standard deviations plus 1e-4.
+    variant: K is the correlation matrix [D, D] of the features. "paper" is sum_jk K_jk^2 / D^2,
+    with population standard deviations. "authors" is n sum_{j != k} K_jk^2 / (D (D - 1)), with
+    sample standard deviations. "fedbr" is sum_jk K_jk^2 / D^2, with sample standard deviations plus
+    1e-4.
     Raises ValueError for an unknown variant.
     """
     one_of("method.feddecorr.variant", variant, get_args(Variant))

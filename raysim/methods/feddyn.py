@@ -1,12 +1,9 @@
 """FedDyn: add a linear and a quadratic term to each client's loss.
 
-During the run, the parameters that minimise a client's new loss approach the parameters that
-minimise the mean loss of all clients. The linear term has a correction g_k, which client k stores.
-The server stores a drift h, and corrects the mean model by it.
-
-Source: Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic
-Regularization" (ICLR 2021), Algorithm 1. F_k is the loss of client k, x^t the received model and
-theta_k the trained model. P are the participants of a round, and N is the number of all clients:
+Source: Acar et al., "Federated Learning Based on Dynamic Regularization" (ICLR 2021), Algorithm 1.
+F_k is the loss of client k, g_k its stored correction, x^t the received model and theta_k the
+trained model. The server stores a drift h. P are the participants of a round, and N is the number
+of all clients:
 
     local gradient at theta:   grad F_k(theta) - g_k + alpha (theta - x^t)
     g_k     <- g_k - alpha (theta_k - x^t)              0 at first; unchanged for absent clients
@@ -14,18 +11,16 @@ theta_k the trained model. P are the participants of a round, and N is the numbe
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
 Departures from the paper or its code
-- The run may set weights for the clients. The server's formulas are h <- h - (alpha |P| / N) D and
-  x^{t+1} <- x^t + D - h / alpha. D is the weighted mean of theta_k - x^t over the participants.
-  With equal weights, which are the default, these are the paper's formulas.
-- alpha is the same for all clients, as in the paper. The authors' code multiplies alpha by a factor
-  that depends on the client's share of the data.
+- The run's weights give the mean D of theta_k - x^t over P. The server computes h <- h - (alpha |P|
+  / N) D and x^{t+1} <- x^t + D - h / alpha.
+- alpha is the same for all clients. The authors' code multiplies it by a factor that depends on the
+  client's share of the data.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - With alpha = 0, the method is FedAvg. A small alpha is not close to FedAvg, because h / alpha does
   not depend on alpha.
-- g_k and h cover all shared trainable parameters, including networks that other methods add.
-  BatchNorm's statistics are averaged.
-- x^t is the vector that the client received, even if another method (PartialFed) starts training
-  from a different one.
+- g_k and h cover all shared trainable parameters, including networks of other methods. BatchNorm's
+  statistics are averaged.
+- x^t is the received vector, even if another method (PartialFed) starts training elsewhere.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """FedExP: make the server's step longer if the clients' updates disagree more.
 
-The step is the mean update times a factor, by default of at least 1. The factor is large if single
-updates are much longer than their mean.
-
-Source: Jhunjhunwala, Wang and Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation"
-(ICLR 2023), Algorithm 1. With D_i the update of client i, p_i its normalised weight, and
-D = sum_i p_i D_i,
+Source: Jhunjhunwala et al., "FedExP: Speeding Up Federated Averaging via Extrapolation" (ICLR
+2023), Algorithm 1. With D_i the update of client i, p_i its normalised weight, and D = sum_i p_i
+D_i,
 
     eta_t = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + epsilon)))        x_{t+1} = x_t + eta_t D
 
@@ -13,13 +10,11 @@ The mean (x_{t+1} + x_t) / 2 is evaluated, because iterates oscillate; training 
 x_{t+1}.
 
 Departures from the paper or its code
-- epsilon is a constant, as in the paper. The released code has M epsilon 0.998^(2t) in round t with
-  M participants. Set epsilon_scale="count" and epsilon_decay=0.996004 for this.
+- epsilon_scale="count" and epsilon_decay=0.996004 make epsilon that of the released code: M epsilon
+  0.998^(2t) in round t with M participants.
 - The weights p_i are those of the run. In the paper, all clients have the same weight.
-- Only trainable parameters count. Buffers are averaged, and the evaluated model has the buffers of
-  the newest model.
-- eta_t is computed from the mean update before other methods, such as InCo, change it.
-- A client uploads |D_i|^2 with its update.
+- Only trainable parameters count. The evaluated model has the buffers of the newest model.
+- eta_t is computed before other methods, such as InCo, change the mean update.
 - The released code's variant with server momentum is left out.
 """
 
@@ -73,12 +68,10 @@ def server_step_size(
 ) -> float:
     """Return FedExP's step size, max(minimum, q / (2 (|u|^2 + epsilon))).
 
-    u is the mean update, and q is the mean of the updates' squared norms.
+    u is the mean update, and q the mean of the updates' squared norms.
     deltas: [M, D], the M updates.
-    epsilon: the number in this formula. A larger epsilon gives a smaller step size.
-    weights: [M], the weights of both means, at least 0; None means uniform weights.
+    weights: [M], the weights of both means; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
-    minimum: the smallest step size.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     shares = _normalised(deltas, weights)
@@ -99,13 +92,8 @@ def server_step(
 ) -> Tensor:
     """Return the parameters after FedExP's server step: params + eta * mean update, [D].
 
-    eta is the step size that `server_step_size` returns for the same arguments.
+    eta is the result of `server_step_size` for the same arguments.
     params: [D], the parameters of the current version.
-    deltas: [M, D], the updates.
-    epsilon: a number that limits the step size. A larger epsilon gives a smaller step size.
-    weights: [M], the weights of the mean, at least 0; None means uniform weights.
-    epsilon_scale: "count" multiplies epsilon by M, "one" does not.
-    minimum: the smallest step size.
     """
     eta = server_step_size(
         deltas=deltas,
@@ -142,11 +130,11 @@ def squared_norm(values: np.ndarray) -> float:
 class FedExP(Method):
     """A server rule that makes a longer step if the clients' updates disagree more.
 
-    The step is the mean update D times the step size max(minimum, q / (2 (|D|^2 + epsilon))). q is
-    the mean of the updates' squared norms.
-    epsilon: the number in this formula. A larger epsilon gives a smaller step size.
+    The step is the mean update D times max(minimum, q / (2 (|D|^2 + epsilon))). q is the mean of
+    the updates' squared norms.
+    epsilon: a number above 0; a larger one gives a shorter step.
     epsilon_scale: "count" multiplies epsilon by the number of participants, "one" does not.
-    epsilon_decay: the factor by which each aggregation multiplies epsilon; 1 keeps it constant.
+    epsilon_decay: the factor by which each aggregation multiplies epsilon.
     minimum: the smallest step size; 0 sets no lower bound.
     """
 
