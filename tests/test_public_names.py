@@ -139,10 +139,9 @@ def imports_ray(text: str) -> bool:
 
 
 class Scopes:
-    """The variables of a source file that refer to modules, classes or functions of other packages.
+    """The variables of a source file that refer to objects of other packages.
 
-    A variable refers to an object after an import, an assignment, a `for` loop, or a call in the
-    same file that passes the object.
+    They get objects from imports, assignments, `for` loops, and calls in the same file.
 
     tree: the syntax tree of the file.
     names: maps each imported name to its dotted path, such as "numpy.linalg".

@@ -95,7 +95,7 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 
 
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the probability of all seen classes together, averaged over rows of unseen classes.
+    """Return the mean probability of all seen classes together, over rows of unseen classes.
 
     None means that there are no such rows.
     probabilities: [rows, classes], the outputs of the local model after softmax.

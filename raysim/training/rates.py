@@ -11,7 +11,7 @@ PARTS = ("body", "head", "adapters")
 
 
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
-    """Return each parameter's factor on the learning rate; 1 for parameters that are in no part.
+    """Return each parameter's factor on the learning rate; 1 for parameters in no part.
 
     If a parameter is in several parts, the part with the longest module name counts, else
     "adapters", else "head".

@@ -62,7 +62,7 @@ def _unpickle(state: StoredState) -> StoredState:
 
 
 class ResidentStates:
-    """The final client state of each client's last job on a worker, even if not yet aggregated.
+    """The final client state of each client's last job on a worker, aggregated or not.
 
     budget: the largest number of bytes of states on the device; inf means no limit. Above it, the
     least recently used states are moved to CPU memory.

@@ -69,7 +69,7 @@ def write_strips(
     size: the height and width of an image in pixels.
     channels: 1 for grey images, 3 for RGB.
     rows: the numbers of training and of test images.
-    classes: the names of the C classes. The images have the classes 0, 1, ..., C - 1, 0, 1, ...
+    classes: the names of the classes, which the images have in turn.
     per_strip: the largest number of images in a strip.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,12 +28,11 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
-    """Write folders of finished runs without training, and replace the function `study.measured`.
+    """Write folders of runs that are not trained, and replace the function `study.measured`.
 
-    The runs are DiLoCo at several learning rates, and `study.UNCHANGED`, whose steps are too small
-    to change a weight. In the replaced results, the perplexity depends only on the learning rate.
+    There are runs of DiLoCo at several learning rates, and of `study.UNCHANGED`, which changes no
+    weight. Their perplexity depends only on the learning rate.
 
-    folder: the folder of the study.
     base_digest: the model_sha256 of all runs.
     """
 

@@ -68,9 +68,8 @@ def arrive(
     """Let the server aggregate the given updates in one aggregation.
 
     arrivals: for each update, its client and its values [WIDTH]; a number fills all entries.
-    bases: the vectors of versions, to which this function adds the current one.
-    version: the version from which all clients started; -1 means the current one. An earlier
-    version must be in `bases`.
+    bases: the vectors of earlier versions, to which this function adds the current one.
+    version: the version from which all clients started; -1 means the current one.
     """
     base = at.version if version < 0 else version
     known = bases if bases is not None else {}
@@ -389,12 +388,11 @@ class OneByOne:
 
 
 def distance(rule: Rule, arrivals: int = 1000) -> float:
-    """Return the distance between a server's x and the optimum of a quadratic problem.
+    """Return a server's mean distance from the optimum of a quadratic problem, at the end.
 
-    Client i of 10 has the loss |x - a_i|^2 / 2, so the optimum is the mean of all a_i. Clients 0 to
-    4 are eight times as fast as clients 5 to 9. Their a_i have the mean 2 instead of 0.
-    The result is the mean Euclidean distance during the last fifth of the arrivals.
-    arrivals: the number of updates that arrive.
+    Each of 10 clients has the loss |x - a_i|^2 / 2, so the optimum is the mean of all a_i. Clients
+    0 to 4 are eight times as fast as clients 5 to 9, and have other a_i. The mean is over the last
+    fifth of the arrivals.
     """
     draw = np.random.default_rng(0)
     optima = draw.normal(0, 3, (10, 5))

@@ -150,7 +150,7 @@ class Plain:
 class Row:
     """A method with small settings, and what the tests expect of it.
 
-    plain: settings with which the method equals FedAvg, by a description of the settings.
+    plain: settings with which the method equals FedAvg, by their description.
     uploads: the tensors that the method uploads in addition to the update.
     personal: True if parameters stay on the clients.
     private: True if the method has a client state, which must not be in any message.

@@ -97,13 +97,10 @@ def test_fedpac_variance_is_never_negative(
 
 
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
-    """Return the matrix P of FedPAC's quadratic program for client i, by its definition.
+    """Return the matrix P of FedPAC's quadratic program for one client, by its definition.
 
-    P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
-    variances: [m], V of all m clients.
-    weighted: [m, C, D], h of all clients: the mean feature vector of each class, times the fraction
-    of the client's samples in this class.
-    client: i.
+    variances: [m], the variances V of all m clients.
+    weighted: [m, C, D], each client's mean features of each class, times its fraction of the class.
     """
     difference = (weighted[client] - weighted).flatten(1)
     return torch.diag(variances) + difference @ difference.T

@@ -1,9 +1,8 @@
 """Test recorded steps with every method.
 
-The tests find methods that read a Python number of a client in place of a tensor. A CPU has no CUDA
-graphs, so a replay runs the step's Python code again. It has tensors with current values, but
-Python numbers from the time of the recording. A method that reads such a number gets a wrong
-result.
+The tests find methods that read a Python number of a client in place of a tensor. On a CPU, a
+replay runs the Python code again. It gets tensors with current values, but Python numbers from the
+time of the recording. So such a method has a wrong result.
 """
 
 from __future__ import annotations
@@ -103,12 +102,12 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """Assert that a run with recorded steps has the results of a run without recorded steps.
+    """Assert that a run with recorded steps has the results of a run without; return the first.
 
-    The run without recorded steps has one lane. Final models and client states must be equal up to
-    rounding, and histories must have the same columns. Return the run with recorded steps.
+    The second run has one lane. Models and client states must be equal up to rounding, and
+    histories must have the same columns.
 
-    spec: the run, with recorded steps. Its dtype is replaced by float64.
+    spec: the run with recorded steps. Its dtype is replaced by float64.
     settings: arguments of the function `run`.
     """
     spec = replace(spec, dtype=float64)

@@ -44,13 +44,12 @@ CONF = Path(__file__).parents[2] / "conf"
 class Row:
     """The expected numbers of one network.
 
-    shape: the shape of an input: channels, height and width.
-    feature_dim: the length of a sample's feature vector.
+    shape: the channels, height and width of an input.
     features, head: the numbers of parameters of the extractor and of the head.
     norms: the number, types, parameters and buffer entries of the normalisation layers.
     mac: millions of multiply-adds for one sample.
     positive: True if no feature is negative.
-    light: a smaller input shape for tests that compute outputs; None uses `shape`.
+    light: a smaller shape for tests that compute outputs; None uses `shape`.
     """
 
     recipe: ModelRecipe

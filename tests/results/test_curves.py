@@ -125,8 +125,7 @@ def limits(
 ) -> list[float]:
     """Draw a mean curve in a panel; return the limits of its band and of the vertical axis.
 
-    The result is [lowest and highest value of the band, lower and upper end of the axis]. With
-    fewer than three seeds there is no band.
+    These are four numbers, or two for fewer than three seeds, which have no band.
     name: the label of the vertical axis.
     scores: the scores of each seed.
     """

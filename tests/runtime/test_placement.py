@@ -760,7 +760,7 @@ def _fits(
 ) -> tuple[Size | str, list[str]]:
     """Plan the workers of a run; return the plan or the error's text, and the user's messages.
 
-    job: a function that returns the memory of a job.
+    job: returns the memory of a job.
     most: the number of clients in flight.
     remotely: True calls `job` in a new process on the cluster, as a run does.
     """
@@ -833,13 +833,11 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Make four runs that may reuse actors, and return their sha256 pairs and the living actors.
+    """Make four runs that may reuse actors; return their sha256 pairs and the living actors.
 
-    The first two runs have two workers, and the last two have one worker. The last run fails, so
-    there are three pairs (model, state).
-
-    The second list has for each run a dictionary from living actors' names to their ids. A fifth
-    dictionary is empty if nothing is left after `keep_processes`.
+    Two runs have two workers, then two have one worker. The last run fails, so it has no pair
+    (model, state). After each run, living actors' names map to their ids. A fifth dictionary is
+    empty if nothing is left after `keep_processes`.
     """
     from raysim.runtime import ray as on_ray
 

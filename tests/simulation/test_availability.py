@@ -509,8 +509,8 @@ def test_trace_starts_again_if_a_run_is_longer_than_the_trace() -> None:
 def test_all_changes_are_reported_if_the_availability_of_a_client_changes_often() -> None:
     """Every change of seconds 1 to 250 is reported if client 0 comes or leaves in each second.
 
-    raysim sorts at most 32 changes of a client at once, so it must sort those of client 0 several
-    times. From second 150 on, one of 1500 other clients also leaves in each second.
+    raysim sorts at most 32 changes of a client at once. From second 150 on, one of 1500 other
+    clients also leaves in each second.
     """
     others = 1500
     bounds = np.array(

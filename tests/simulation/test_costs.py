@@ -25,10 +25,8 @@ FLEET = Lognormal(cost=COST, kwh_price=0.2, kwh_co2=400)
 def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
     """Return a new `Costs` object for the jobs of one or two clients.
 
-    Client 0 trains 10 samples a second, and client 1 trains 20. Each receives 4 and sends 8 bytes a
-    second.
-    kinds: for each client, 0 for the costs `COST`, or 1 for 1 watt during training and no other
-    costs.
+    The clients train 10 and 20 samples a second. Both receive 4 and send 8 bytes a second.
+    kinds: for each client, 0 for the costs `COST`, or 1 for 1 watt during training alone.
     """
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     prices = FleetCosts([COST, Cost(computing_w=1)], np.array(kinds, np.int16), 0.2, 400.0)

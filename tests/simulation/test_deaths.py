@@ -188,13 +188,12 @@ class Mortal:
 
 
 class Vanishing(Mortal):
-    """Stand-ins for workers, of which one loses its node and comes back two aggregations later.
+    """Workers of which one loses its node and comes back two aggregations later.
 
-    An additional worker joins when it comes back.
+    An additional worker then joins, too.
 
-    number: the worker that receives this call loses its node. All calls are numbered from 1 in the
-    order in which workers receive them.
-    is_reachable: True: values on the lost node can still be read. False: unread values are lost.
+    number: the call, counted from 1 over all workers, at which its worker loses its node.
+    is_reachable: True: values on the lost node can still be read.
     """
 
     def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):

@@ -22,12 +22,10 @@ CLIENTS, SAMPLES = 12, 12
 class Slow:
     """Workers that report a fixed training time.
 
-    A call is unanswered until the coordinator reads its result.
-
-    seconds: the reported training time per sample, in seconds.
+    seconds: the reported seconds per sample.
     workers: the number of workers.
     calls: the worker and the number of jobs of each call to train.
-    most: the largest number of unanswered calls of one worker.
+    most: the largest number of calls of one worker whose results were not read yet.
     """
 
     spec: RunSpec

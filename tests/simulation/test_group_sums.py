@@ -64,9 +64,8 @@ class Nodes(InProcess):
     least: nodes add up updates only if the model has at least this number of parameters.
 
     trained: the name and the node of each training call.
-    added: for each call of `add_up`, the node and the number of sums.
-    vectors: the number of vectors in each training result (its sums) or array that the coordinator
-    fetched.
+    added: the node and the number of sums of each call of `add_up`.
+    vectors: the numbers of vectors in objects that the coordinator fetched.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):

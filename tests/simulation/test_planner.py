@@ -457,9 +457,8 @@ def test_planning_needs_few_operations_if_few_clients_are_available(
 def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner:
     """Return a planner for four clients that become available at different times.
 
-    Jobs of clients 0 and 1 take 4 s, and those of clients 2 and 3 take 1 s.
-    slow, fast: the virtual times in seconds at which clients 0 and 1, and clients 2 and 3, become
-    available.
+    slow: the second at which clients 0 and 1 do, whose jobs take 4 s.
+    fast: the second at which clients 2 and 3 do, whose jobs take 1 s.
     schedule: None means `Tiered(2, 2)`, with one tier for each of these pairs.
     """
 

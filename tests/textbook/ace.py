@@ -18,13 +18,10 @@ from textbook.world import Book, Params, World
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
     """Compute a run of ACE, which adds lr times the mean of all last updates to the model.
 
-    The mean is over each client's last update, if its base version is at most `oldest` versions
-    old. Without such updates, the model does not change.
+    The mean is over the clients' last updates with base versions at most `oldest` versions old.
+    Without such updates, the model does not change. Otherwise, floating buffers become means over
+    the arriving models. Integer buffers always become maxima.
 
-    If it changes, floating buffers become their means over the arriving models. Integer buffers
-    always become the maximum over the arriving models.
-
-    oldest: the largest age of a base version, in versions.
     initialise: True changes the model only after every client has sent an update.
     """
     names, versions = trainable(world.start), [dict(world.start)]

@@ -33,12 +33,9 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 def afl(world: World, gamma: float) -> Book:
     """Compute a run of FedAvg with weights lambda_i, which grow for clients with large losses.
 
-    Let m of the N clients be in a round, and l_i the received model's loss on client i's samples.
-    After the round, lambda_i of these clients grows by gamma N / m l_i. Then all lambda_i are
-    projected (`nearest_on_simplex`).
-
-    If the run weighs by samples n_i, the weights are n_i lambda_i. They are n_i if all lambda_i of
-    the round are 0.
+    After a round of m of the N clients, their lambda_i grow by gamma N / m times the loss before
+    training. Then all are projected (`nearest_on_simplex`). If the run weighs by samples, n_i
+    multiplies lambda_i. If all lambda_i of a round are 0, they count as 1.
     """
     x, lam = (
         detach(world.start),

@@ -39,15 +39,10 @@ def mixture(v: Params, w: Params, alpha: float) -> Params:
 
 
 def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
-    """Run FedAvg on the shared model w, and also train a model v of each client.
+    """Compute a run of APFL: FedAvg on a model w, and a model v that stays on each client.
 
-    On each batch, with its cross-entropy f and the learning rate eta, a client computes
-
-        m = alpha v + (1 - alpha) w
-        v <- v - eta alpha grad f(m)
-        w <- w - eta grad f(w)
-
-    Both gradients are computed before v and w change.
+    v is trained through the mixture alpha v + (1 - alpha) w, whose gradient is computed before w
+    changes.
     alpha: the first alpha of every client.
     adaptive: True begins each job with a gradient step on the client's alpha.
     """

@@ -42,9 +42,9 @@ def attacked(
 
     kind: "sign_flip", "scaled", "gaussian" or "alie".
     share: the fraction of attackers among the clients that have samples.
-    scale: the factor on the trained update for "scaled"; "sign_flip" uses -scale.
+    scale: the factor on updates for "scaled"; "sign_flip" uses -scale.
     sigma: the standard deviation of the noise that "gaussian" sends.
-    z: "alie" sends mean + z * standard deviation of the honest updates; None means `z_max`.
+    z: the number of standard deviations for "alie"; None means `z_max`.
     """
     some = [client for client in range(world.clients) if len(world.data[client][0])]
     evil = set(

@@ -22,10 +22,10 @@ from textbook.world import Book, World
 class Calibration:
     """The calibrated update of an aggregation: v = h + mean of (Delta_i - h_i).
 
-    Delta_i is the update of an aggregated client i, and h_i the client's previous update, or 0. h
-    is the mean of all h_i before this aggregation.
+    Delta_i is an arriving update, h_i the client's previous update or 0, and h the mean of all h_i
+    before.
 
-    seen_only: True takes the mean h only over clients that have sent an update before.
+    seen_only: True takes h only over clients that have sent an update before.
     """
 
     def __init__(self, world: World, seen_only: bool = False):
@@ -55,11 +55,9 @@ class Calibration:
 
 
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
-    """Compute a run of CA2FL, which adds lr times the calibrated update to the model.
+    """Compute a run of CA2FL, which adds lr times the update of `Calibration` to the model.
 
-    The calibrated update is h + mean of (Delta_i - h_i) over the clients i of the aggregation.
-    Delta_i is the client's update, h_i its previous update or 0, and h the mean of all h_i before.
-    seen_only: True takes the mean h only over clients that have sent an update before.
+    seen_only: an argument of `Calibration`.
     """
     v = Calibration(world, seen_only)
     return v.book(world, lambda at: at.x + lr * v(at))

@@ -36,13 +36,12 @@ EXACT = 1e-9  # float64 end to end
 class Row:
     """A textbook, the methods that must agree with it, and the settings of the compared run.
 
-    A run has by default three rounds, with three of four clients of different sizes.
+    By default, three of four clients train in each of three rounds.
 
-    methods: returns new methods for the run.
     study: arguments of `tiny_runs.run_spec`.
     run: arguments of `tiny_runs.coordinate`.
-    drawn: raysim's random values that the textbook needs, by name (`World.drawn`), or a function
-    that returns them for the run's worker.
+    drawn: raysim's random values for `World.drawn`, or a function that returns them for the run's
+    worker.
     skips: state tensors and columns that the textbook lacks, each with the reason.
     """
 

@@ -35,7 +35,6 @@ class FlyingJob:
 class Aggregated:
     """The state right after an aggregation.
 
-    time_s: the virtual time in seconds.
     taken: the aggregated jobs.
     waiting: the arrived jobs that are not aggregated yet, in order of arrival.
     running: the jobs in flight.
@@ -65,7 +64,6 @@ def timetable(
 ) -> list[Aggregated]:
     """Return the state after each aggregation of a run on the virtual clock.
 
-    seed: the seed of the run, from which clients are drawn.
     counts: each client's number of training samples. A client without samples is never dispatched.
     rounds: the number of aggregations.
     seconds(client): the duration of a job of the client.
@@ -122,15 +120,11 @@ def draw(
 ) -> list[int]:
     """Return `count` of the idle clients, in ascending order.
 
-    If all clients are idle, `count` clients are drawn at once. Otherwise, positions in `able` are
-    drawn in groups of 2 * count, 4 * count and so on. A drawn client is accepted once, if it is
-    idle.
-
-    After max(16 * count, len(able)) or more positions, missing clients are drawn from the idle
-    clients that are not accepted.
+    If all clients are idle, they are drawn at once. Otherwise, positions in `able` are drawn in
+    groups that double in size, until enough idle clients are among them. After max(16 * count,
+    len(able)) positions, missing clients are drawn from the remaining idle ones.
 
     able: all clients with samples.
-    count: the number of clients to draw, at most len(idle).
     """
     if len(idle) == len(able):
         return sorted(
@@ -167,9 +161,8 @@ def lognormal_seconds(
 
     clients: the number of clients.
     samples: the number of samples on which the job trains.
-    floats: the number of float32 parameters in the model.
-    speed: the samples per second of a typical client.
-    down, up: the bytes per second of a typical client.
+    floats: the number of float32 parameters.
+    speed, down, up: a typical client's samples per second, and bytes per second in each direction.
     sigma, network_sigma: the standard deviations of the logarithms of speed and bandwidth.
     """
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]

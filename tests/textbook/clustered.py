@@ -61,15 +61,11 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
     """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
-    All clients train in each round, as in the paper. A cluster's model becomes the mean of its
-    clients' models, weighted by samples. Then a cluster is split if all of these conditions hold:
-    - It has at least three clients, and there are fewer than `most` clusters.
-    - The norm of the mean update is less than `mean_norm`.
-    - The largest norm of an update is greater than `max_norm`.
-    - gamma < sqrt((1 - c) / 2), where c is the largest cosine similarity of two clients that the
-      split separates.
-
-    The split has the smallest c.
+    All clients train in each round, as in the paper. A cluster of at least three clients is split
+    at the smallest c, the largest cosine similarity across the split. It needs gamma < sqrt((1 - c)
+    / 2), and a mean update that is shorter than `mean_norm`. Its longest update must be longer than
+    `max_norm`.
+    most: the largest number of clusters.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
     counts = []

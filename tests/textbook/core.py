@@ -1,9 +1,8 @@
 """FedAvg with every setting of local training. Updates may be stale.
 
-This textbook draws the batches of each job, and asserts that raysim has used the same batches.
-
-An aggregation adds the weighted mean of the clients' changes to the parameters. BatchNorm's
-statistics become weighted means of the clients' values. Weights do not depend on staleness.
+The textbook draws its own batches, and asserts that raysim has used the same ones. Parameters
+change by the weighted mean of the clients' changes. BatchNorm's statistics become weighted means.
+Weights do not depend on staleness.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def uncorrected(params: Params, grads: Params) -> Params:
 def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Compute a run of FedAvg in which the clients' gradients are not corrected.
 
-    client(job, x, correct): trains the received parameters x and returns the trained ones. It
-    passes gradients to `correct`, which here returns them unchanged.
+    client(job, x, correct): trains the received parameters x and returns the trained ones. Here
+    `correct` returns gradients unchanged.
     factor: not used; `with_scaffold` and `with_fedcm` use it.
     """
     x = dict(world.start)
@@ -73,17 +73,12 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Compute a run of SCAFFOLD (Algorithm 1, Option II) with any function for local training.
 
-    In each step, g - c_i + c replaces the gradient g. c_i and c are the control variates of client
-    i and of the server; both start at 0.
-
-    After a job, c_i <- c_i - c + (x - y) / (K' eta). x and y are the received and trained
-    parameters. eta and K' are the parameter's learning rate and number of steps. With momentum, K'
-    is larger (`_steps`).
-
-    After a round, the sum of all changes of c_i, divided by the number of all clients, is added to
-    c. Models are averaged with equal weights.
-    client(job, x, correct): trains x and returns y. Its optimizer must use the gradients that
-    correct(parameters, gradients) returns.
+    After a job, the client's control variate c_i becomes c_i - c + (x - y) / (K' eta). c is the
+    server's control variate, and x and y are the received and trained parameters. Each parameter
+    has its own learning rate eta and number of steps K', which is larger with momentum (`_steps`).
+    Models have equal weights.
+    client(job, x, correct): trains x and returns y, with the gradients that correct(parameters,
+    gradients) returns.
     factor(name): a parameter's learning rate, divided by that of the run.
     """
     x, names = dict(world.start), _networks(world)
@@ -124,15 +119,13 @@ def with_fedcm(
 ) -> Book:
     """Compute a run of FedCM (Algorithm 1) with any function for local training.
 
-    Let h be the gradient with weight decay, and D the server's direction. In each step, alpha h +
-    (1 - alpha) D replaces h.
+    The server's direction is the mean of (x - y) / (K eta) over the clients of the last round. x
+    and y are the received and trained parameters. Each parameter has its own learning rate eta and
+    number of steps K. Models have equal weights.
 
-    D is 0 in the first round. Then it is the mean of (x - y) / (K eta) over the clients of the
-    previous round. x and y are the received and trained parameters, K the parameter's number of
-    steps, and eta its learning rate. Models are averaged with equal weights.
-
-    client(job, x, correct): trains x and returns y. Its optimizer must use the gradients that
-    correct(parameters, gradients) returns, and add weight decay to them.
+    client(job, x, correct): trains x and returns y, with the gradients that correct(parameters,
+    gradients) returns. Its optimizer must add weight decay to them.
+    alpha: the weight of the gradient against that of the direction, 1 - alpha.
     factor(name): a parameter's learning rate, divided by that of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay

@@ -1,10 +1,8 @@
 """DANN (Ganin et al. 2016) with a domain for each client, in two variants.
 
-Symbols: z, the features; delta, the discriminator, which predicts the client i from z; lam, the
-weight of its loss.
-
-With gradient reversal, as in the paper, each local step trains extractor, classifier and delta.
-With alternating steps, as in DomainBed, a step trains either delta, or extractor and classifier.
+Symbols: z, the features; delta, the discriminator, which predicts the client from z. With gradient
+reversal, as in the paper, a local step trains all networks. With alternating steps, as in
+DomainBed, it trains either delta, or extractor and classifier.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ def dann(
 ) -> Book:
     """Compute a run of DANN, whose extractor learns to hide the client from a discriminator.
 
-    From the features of a sample, the discriminator predicts the client and decreases its
-    cross-entropy CE_client. Extractor and classifier decrease CE_class - lam CE_client.
-
+    lam: the weight of the discriminator's loss, which the extractor increases.
     r: without reversal, step k = 1, 2, ... trains the discriminator if k mod (1 + r) < r. All other
     steps train extractor and classifier.
     rate: the discriminator's learning rate, divided by that of the run; 1 with reversal.

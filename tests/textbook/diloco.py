@@ -105,13 +105,13 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
     """Compute a run of asynchronous DiLoCo, whose server makes delayed Nesterov steps.
 
-    In each aggregation, g is the negated mean update. The server changes its parameters theta with
-    g and a buffer m, which starts at 0. beta is `momentum`, and H is `every`.
-    - Aggregations H, 2H, ... first replace m by beta m + the mean of the last H gradients. Then
-      theta <- theta - lr ((1 - c H + c) beta m + g / H).
-    - In all other aggregations, theta <- theta - lr (c beta m + g / H).
+    The momentum changes only in every `every`-th aggregation, by the mean of the gradients since
+    its last change. Each aggregation steps by its gradient divided by `every`, and by a part of the
+    momentum.
 
-    c: the paper's weight of the momentum in aggregations that do not change m.
+    lr: the server's learning rate.
+    momentum: the decay factor of the momentum.
+    c: the paper's weight of the momentum in aggregations that do not change it.
     """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))

@@ -1,7 +1,7 @@
 """Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a personal model v for each client.
 
 A job trains v on as many batches as the shared model. The random stream "ditto.batches" shuffles
-the client's samples for the batches of v. It shuffles all of them again when fewer than two remain.
+the samples for v. It shuffles all of them again when fewer than two remain.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from textbook.world import Book, Job, Params, World
 def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
     """Compute a run of Ditto: FedAvg, and a personal model v that each client trains as well.
 
-    In a job, client k also makes these steps, where F_k is its loss and x the received model:
-
-        v <- v - eta_v (grad F_k(v) + lam (v - x))
-
-    v starts at the initial shared model, and does not influence x.
-    factor: eta_v divided by the learning rate that trains x.
+    The loss of v is the client's loss plus lam / 2 times the squared distance from the received
+    model. v starts at the initial shared model, and does not influence the shared model.
+    factor: the learning rate of v divided by that of the shared model.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}
     v = {client: dict(x) for client in range(world.clients)}

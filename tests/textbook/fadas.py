@@ -20,18 +20,11 @@ from textbook.world import Book, World
 class AmsGrad:
     """AMSGrad on the server, with a smaller learning rate if an update is very stale.
 
-    Aggregation t = 1, 2, ... with the mean update D changes the parameters x and the moments m, v
-    and w, which start at 0:
-
-        m <- beta1 m + (1 - beta1) D
-        v <- beta2 v + (1 - beta2) D^2
-        w <- max(w, v)
-        x <- x + eta m / (sqrt(w) + eps)
-
-    lr: eta, if no update is stale by more than `threshold` versions.
-    rule: eta for a largest staleness s above `threshold`. "cap": min(lr, 1 / s), as in the paper.
+    lr: the learning rate, if no update is stale by more than `threshold` versions.
+    rule: the learning rate for a larger staleness s. "cap": min(lr, 1 / s), as in the paper.
     "scale": lr / s, as in the released code.
-    bias_correction: True divides m by 1 - beta1^t and w by 1 - beta2^t in the formula of x.
+    bias_correction: True divides the first moment by 1 - beta1^t, and the largest second moment by
+    1 - beta2^t, in aggregation t.
     """
 
     def __init__(

@@ -28,12 +28,12 @@ from textbook.world import Book, Job, Params, World
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
     """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
-    A client's first job starts from the received parameters x. Each later job starts from y' + (x -
-    y') W. y' has the parameters that the client trained in its last job. W has a learned number
-    from 0 to 1 for each mixed parameter, and is trained before the job.
-    rate: the learning rate of W.
-    share: the fraction of the client's samples on which W is trained.
-    top: the module whose parameters are mixed. All other tensors start from x.
+    A client's first job starts from the received parameters. Later jobs mix them with those that
+    the client trained last. The weights of the received ones, from 0 to 1 for each parameter, are
+    trained before the job.
+    rate: the learning rate of the weights.
+    share: the fraction of the client's samples that train the weights.
+    top: the module that is mixed.
     """
     x, names = dict(world.start), trainable(world.start, top)
     trained, shares = dict[int, Params](), dict[int, Params]()

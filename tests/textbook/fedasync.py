@@ -24,18 +24,15 @@ def fedasync(
 ) -> Book:
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
-    When a model y arrives, the shared model x becomes (1 - w) x + w y, with w = alpha decay^k
-    sigma(s). k is the number of earlier aggregations, and s the staleness of y. If several models
-    arrive in one aggregation, s is larger by one for each of them.
-
-    If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n is the
-    client's number of samples, and m the mean number. Integer buffers get the largest value of the
-    arriving models.
+    In aggregation k = 0, 1, ..., a model has the weight alpha decay^k sigma(s) in the mixture. If
+    several models arrive in an aggregation, the staleness s is larger by one for each. If the run
+    weighs by samples, n_i / mean n multiplies the weight, up to a weight of 1. Integer buffers get
+    the largest value of the arriving models.
 
     kind: sigma(s): 1 ("constant"), (s + 1)^-a ("polynomial") or "hinge". "hinge" is 1 if s <= b,
     else 1 / (a (s - b) + 1).
-    oldest: a model whose staleness is above `oldest` has the weight w = 0.
-    rho: the factor of the local penalty rho / 2 times the squared distance from the received
+    oldest: models with a larger staleness have the weight 0.
+    rho: the local loss has the penalty rho / 2 times the squared distance from the received
     parameters.
     """
     versions: list[Params] = [dict(world.start)]

@@ -27,7 +27,7 @@ def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
 
     Jobs never train the head. Each client is scored with its fine-tuned copy of the shared model.
     epochs: the number of fine-tuning epochs.
-    head_only: True fine-tunes only the head; False the extractor, too.
+    head_only: True fine-tunes only the head.
     """
 
     def client(job: Job, x: Params) -> Params:

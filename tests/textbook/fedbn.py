@@ -55,9 +55,9 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 def statistics(model: Params, x: Tensor, stays: list[str]) -> Params:
     """Return BatchNorm statistics that are computed from all samples of a client at once.
 
-    The running variance is the unbiased one, and the number of batches is 1.
-    model: all tensors of the model, which has one BatchNorm layer, by full name.
-    x: the model's inputs for the client's samples.
+    The variance is unbiased, and the number of batches is 1.
+    model: all tensors of the model, which has one BatchNorm layer.
+    x: the inputs of the client's samples.
     stays: the full names of the tensors to return.
     """
     seen = x.flatten(1) @ model["model.extractor.1.weight"].T + model["model.extractor.1.bias"]

@@ -2,10 +2,10 @@
 
 The paper divides similarities by the temperatures (eqs. 5-6), and the released code multiplies
 them. Paper and code leave some questions open. This textbook makes these choices:
-- Row j of the pseudo-data is compared with row j of the batch, modulo the length of the batch.
+- Row j of the pseudo-data is compared with row j of the batch, modulo its length.
 - The received extractor is in eval mode.
 - Pseudo-data do not change BatchNorm's statistics.
-- The projector has the same momentum and weight decay as extractor and classifier.
+- The projector has the momentum and weight decay of the model.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def projected(p: Params, z: Tensor) -> Tensor:
 
 
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
-    """Return L_con, FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
+    """Return FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
-    The loss of row j is -log(f1 / (f1 + f2)), with f1 = exp(kappa[0] cos(u, u_g)) and f2 =
-    exp(kappa[1] cos(u, u_b)). The projector maps row j of z_p to u, row j of z_g to u_g, and row j
-    mod B of z to u_b.
-    p: the tensors of all modules, by name. Without a projector, u, u_g and u_b are features.
+    Row j of z_p is pulled to row j of z_g, and pushed away from row j mod B of z.
+    p: the tensors of all modules. The loss compares the projector's outputs, or features if there
+    is no projector.
     z_p, z_g: [R, F], features of the pseudo-data from the trained and the received extractor.
     z: [B, F], the features of the batch.
+    kappa: the factors on the cosines with z_g and with z.
     """
     z_p, z_g, z = (
         projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]])
@@ -126,8 +126,8 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Return a function that makes new pseudo-data from the clients' raw samples.
 
-    The function gets a model version, which seeds the draw, and returns `size` rows. For each row
-    it draws a client, and returns the mean of `count` random samples of this client.
+    The function gets a model version, which seeds the draw. It returns `size` rows, each the mean
+    of `count` random samples of a random client.
     sources: "balanced" draws clients and samples uniformly. "unbalanced" draws clients in
     proportion to their samples. "classes" draws clients and their classes uniformly.
     """
@@ -192,13 +192,12 @@ def fedbr(
 ) -> Book:
     """Compute a run of FedBR, whose jobs make two optimizer steps on each batch.
 
-    The max step changes the projector to increase L_con (`contrast`). The min step changes
-    extractor and classifier to decrease CE + lam CE_p + mu L_con. CE and CE_p are the
-    cross-entropies of the batch and of the pseudo-data. All three modules are averaged.
-    pseudo: the function that makes the pseudo-data: `drawn` ("rsm"), `fresh` ("fresh") or `proxies`
-    ("mixture").
-    mixup: True first mixes the rows of each batch in pairs (Mixup).
-    rounds: `alone`, `with_scaffold` or `with_fedcm` of the module `textbook.corrected`.
+    The max step changes the projector to increase the loss of `contrast`. The min step changes
+    extractor and classifier to decrease all losses. All three modules are averaged.
+    lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
+    pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
+    mixup: True first mixes the rows of each batch in pairs.
+    rounds: `alone`, `with_scaffold` or `with_fedcm` of `textbook.corrected`.
     Other arguments are settings of raysim's class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)

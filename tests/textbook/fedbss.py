@@ -1,11 +1,11 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1.
 
-S_i is the loss of sample i, and alpha_i its uncertainty: 1 minus the range of its class
-probabilities. A sample is unbiased if its loss is at most that of the most uncertain sample. Epoch
-e uses a fraction a_e of the biased samples.
+The uncertainty alpha_i of a sample is 1 minus the range of its class probabilities. A sample is
+unbiased if its loss S_i is at most that of the most uncertain sample. Epoch e uses a fraction a_e
+of the biased samples.
 
 The textbook draws its own batches. A fixed number of steps is divided into `phases` parts, which
-are used like epochs. With BatchNorm, a last batch of one sample is left out.
+count as epochs. With BatchNorm, a last batch of one sample is left out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Compute a run of FedBSS: FedAvg with equal weights, and sample selection after a warm-up.
+    """Compute a run of FedBSS: FedAvg with equal weights, and samples selected after a warm-up.
 
-    From version `warmup` on, epoch e uses all unbiased samples and a fraction a_e of the biased
-    ones. A sample is unbiased if its loss is at most that of the client's most uncertain sample.
+    From version `warmup` on, epoch e uses all unbiased samples (`split`) and a fraction a_e of the
+    biased ones.
     kind: how a_e grows with e, a key of `FRACTION`; "all" always uses all samples.
     refresh: losses and uncertainties are computed in a client's first job after the warm-up, and
     then in every `refresh`-th job.
-    fraction_of: "loss" uses all samples, and multiplies the losses of the biased samples by a_e.
+    fraction_of: "loss" uses all samples, and multiplies the losses of biased ones by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -115,8 +115,8 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
     """Return the order of a client's samples by loss, and the number of unbiased samples.
 
     The order has positions in the client's data, smallest loss first. A sample is unbiased if its
-    loss is at most that of the most uncertain sample (eq. 5).
-    alphas: each sample's uncertainty: 1 minus the range of its class probabilities.
+    loss is at most that of the sample with the largest uncertainty (eq. 5).
+    alphas: the uncertainties.
     """
     order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
     border = max(order.tolist(), key=lambda i: float(alphas[i]))
@@ -128,12 +128,9 @@ def batches(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
-    Epoch e uses all unbiased samples and a fraction a_e of the biased samples, those with the
-    smallest losses (eq. 6). Their number is rounded down. A fixed number of steps is divided into
-    phases, and e counts the phases.
-
-    The first list has, for each batch, the positions of its samples in the client's data. The
-    second list has a_e of the batch's epoch.
+    Epoch e uses all unbiased samples, and the fraction a_e of biased samples with the smallest
+    losses (eq. 6), rounded down. With a fixed number of steps, e counts the phases. Samples are
+    positions in the client's data.
     order: the positions of the client's samples, in ascending order of loss.
     unbiased: the number of samples that every epoch uses, the first of `order`.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".

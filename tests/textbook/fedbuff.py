@@ -1,8 +1,8 @@
 """FedBuff: Nguyen et al. 2022, Algorithm 1.
 
-Let w_i be the weight of update i, which falls with its staleness. The parameters change by the sum
-of w_i times update i, divided by the number of updates, by the sum of all w_i, or by 1. BatchNorm's
-statistics become the mean of the clients' statistics, weighted by w_i.
+The weight of an update falls with its staleness. The sum of weighted updates is divided by their
+number, by the sum of the weights, or by 1. BatchNorm's statistics become the weighted mean of the
+clients' statistics.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-The server has a cache with the last K models of each client, and selects one model of each cache.
-The shared model x is the uniform mean of the selected models w_n, which minimise (eqs. 3, 7 and 8)
+The server caches the last K models of each client, and selects one of each cache. The shared model
+x is the mean of the selected models w_n, which minimise (eqs. 3, 7 and 8)
 
     J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
 F_n: the mean batch loss of model n in the last epoch of its job. Jobs without epochs use the last
 tenth of their steps. L: the smoothness.
 
-An aggregation selects models only for its clients. They are put in random order and divided into
-groups of equal size or one client more ("batches" in the paper). For each group in turn, all
-combinations of cached models are tried. J then includes the models selected for earlier groups and
-for clients outside the aggregation.
+An aggregation selects models only for its clients, in random groups ("batches" in the paper). For
+each group in turn, all combinations are tried. J includes the models that are selected for earlier
+groups and for clients outside the aggregation.
 """
 
 from __future__ import annotations
@@ -54,13 +53,12 @@ def fedcda(
 ) -> Book:
     """Compute a run of FedCDA, whose server averages one cached model of each client.
 
-    The selected models minimise the mean of their losses + smoothness / 2 times their mean squared
+    Selected models minimise the mean of their losses + smoothness / 2 times their mean squared
     distance from their mean.
     memory: the number of models in a client's cache.
     batches: the number of groups of clients for which models are selected one after another.
-    warmup_rounds: the number of first aggregations, which average the newest models.
-    everybody: True: these aggregations use all clients that have sent a model, and not only their
-    own clients.
+    warmup_rounds: the number of first aggregations, which average newest models.
+    everybody: True: these aggregations average over all clients that have sent a model.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}

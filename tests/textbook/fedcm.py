@@ -1,8 +1,7 @@
 """FedCM: Xu et al. 2021, Algorithm 1.
 
-Symbols: g, a gradient; Delta, the server's direction; v, the mixture of g and Delta along which a
-client steps. Momentum is applied to v. A client with a stale model uses the Delta of the version
-that it received.
+Momentum is applied to the mixture of the gradient and the server's direction. A client with a stale
+model uses the direction of the version that it received.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from textbook.world import Book, Job, Params, World
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """Compute a run of FedCM, whose client steps mix the gradient with the server's direction.
 
-    Each step uses alpha (g + wd y) + (1 - alpha) Delta in place of the gradient g. wd is the weight
-    decay, y the client's parameters, and Delta the server's direction, first 0.
-
-    After each round, Delta becomes sum_i p_i (x - y_i) / (eta K_i). x and y_i are the received and
-    trained parameters of client i. K_i is its number of steps, and p_i its normalised weight.
+    The gradient, with weight decay, has the weight alpha, and the direction 1 - alpha. The
+    direction is the weighted mean of (x - y_i) / (eta K_i) over the clients of the last round. x
+    and y_i are the received and trained parameters, and K_i is the number of steps.
     warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.
     """
     names = trainable(world.start)

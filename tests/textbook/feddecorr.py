@@ -1,11 +1,12 @@
 """FedDecorr: Shi et al. 2023: a penalty on correlations of features, with three formulas.
 
-A batch has n samples with d features each. Each feature is reduced by its mean and divided by its
-standard deviation. S is the [d, d] matrix of sums of products of two features over the samples.
-- "paper": the sum of the squares of S / n, divided by d^2. Standard deviations have the divisor n.
+S is the [d, d] matrix of sums of products of two normalised features over n samples.
+- "paper": the sum of the squares of S / n, divided by d^2.
 - "authors" (the authors' code): the sum of the squares outside the diagonal of S, divided by n d (d
-  - 1). Standard deviations have the divisor n - 1.
-- "fedbr" (FedBR's code): like "paper", but standard deviations have the divisor n - 1, plus 1e-4.
+  - 1).
+- "fedbr" (FedBR's code): like "paper", with 1e-4 added to each standard deviation.
+
+The variance has the divisor n in "paper", and else n - 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-After each round, the mean of the parameters x after this round and after the previous round is
-scored on the central test set. In the first round, x itself is scored. Buffers are those after this
-round.
+The model that is scored on the central test set has the mean of the parameters after the last two
+rounds, and the last buffers. In the first round, it has that round's parameters.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ def fedexp(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     direction: Callable[[Cohort], Tensor] = lambda at: at.mean,
 ) -> Book:
-    """Compute a run of FedExP, whose server adds eta D to the shared parameters.
+    """Compute a run of FedExP, whose server adds eta times the mean update D to the model.
 
-        eta = max(minimum, sum_i p_i |D_i|^2 / (2 (|D|^2 + c)))
+        eta = max(minimum, sum_i p_i |D_i|^2 / (2 (|D|^2 + epsilon decay^t)))
 
-    D_i is client i's update, p_i its normalised weight, and D the mean update. At version t, c =
-    epsilon decay^t.
-    count: True multiplies c by the number of clients in the round, as in the authors' code.
-    minimum: the smallest eta; 1 in the paper.
+    p_i is client i's normalised weight, and t the version.
+    count: True multiplies epsilon by the number of clients in the round, as in the authors' code.
+    minimum: 1 in the paper.
     weigh(world, version, jobs): the weights of the jobs before normalisation.
-    direction(cohort): the vector that the server adds in place of D, times eta.
+    direction(cohort): what the server adds in place of D.
     """
     names = trainable(world.start)
     etas: list[float] = []

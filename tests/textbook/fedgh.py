@@ -29,15 +29,11 @@ def fedgh(
 ) -> Book:
     """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    The server averages g_i, which starts as the update G_i of client i. It can change each pair i,
-    j:
-
-        g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j
-        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
-
+    Of two updates that conflict, each loses its projection on the other one's original.
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
-    conflict_test: "original" makes both changes if <G_i, G_j> < 0. "current" makes the first one if
-    <g_i, G_j> < 0, and the second one if <g_j, G_i> < 0.
+    conflict_test: "original" changes both updates if the dot product of their originals is
+    negative. "current" changes an update if its dot product with the other original is negative
+    now.
     tensor: True treats each tensor of the parameters separately.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
@@ -77,16 +73,16 @@ def fedgh(
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
     """Compute a run in which the server adds up updates in pairs, until at most two are left.
 
-    Each tensor of the parameters is treated separately. Vectors a and b conflict if <a, b> < 0. r
-    is the server's reference direction.
+    Each tensor is treated separately. Vectors a and b conflict if <a, b> < 0. r is a reference
+    direction, and eps is added to squared norms.
 
     1. The vectors are sorted by <vector, r>. The largest and the smallest form a pair, then the
     next ones. A middle vector stays alone.
-    2. a + b replaces a pair. If a and b conflict, it is (a - <a, b> / (|b|^2 + eps) b) + (b - <a,
-    b> / (|a|^2 + eps) a) instead.
-    3. Steps 1 and 2 are repeated until at most two vectors are left. If these conflict, a becomes
-    a' = a - <a, b> / (|b|^2 + eps) b, and b becomes b - <a, b> / (|a'|^2 + eps) a'. The server's
-    step is the sum of both, divided by the number of updates.
+    2. The sum a + b replaces a pair. If a and b conflict, a first loses its projection on b, and b
+    its projection on the original a.
+    3. Steps 1 and 2 are repeated until at most two vectors are left. If these conflict, a loses its
+    projection on b. Then b loses <a, b> / |a'|^2 a', with the original <a, b> and the changed a'.
+    The server's step is the sum of both, divided by the number of updates.
 
     In the first round, the step and r are the mean update. After each later round, r becomes 0.99 r
     + 0.01 times the step.

@@ -17,14 +17,13 @@ from textbook.world import Book, Job, Params, World
 
 
 def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -> Tensor:
-    """Return the mean over the batch of log(1 + sum_{c != y} exp(z_c - z_y + m_y - m_c)).
+    """Return the mean calibrated cross-entropy of a batch, with the margins tau counts^(-1/4).
 
     z: logits [B, C].
     y: classes [B].
-    counts: [C], the client's numbers of samples. Classes without samples are left out; the loss is
+    counts: [C], the client's numbers of samples. Classes without samples are left out. The loss is
     0 if one class is left.
-    tau: the scale of the margins m_c = tau counts_c^(-1/4).
-    others: True omits the 1, which comes from the true class.
+    others: True leaves the true class out of the sum over classes.
     """
     present = counts.nonzero().flatten()
     if len(present) == 1:
@@ -40,13 +39,13 @@ def fedlc(
 ) -> Book:
     """Compute a run of FedLC: FedAvg with the calibrated cross-entropy as the local loss.
 
-    The loss of a sample with logits z and true class y is log(sum_c exp(z_c - z_y + m_y - m_c)).
-    m_c = tau n_c^(-1/4), where n_c is the client's number of training samples of class c.
-    others: True leaves c = y out of the sum, as in the paper.
+    tau: the scale of the margins tau n_c^(-1/4). n_c is the client's number of training samples of
+    class c.
+    others: True leaves the true class out of the sum over classes, as in the paper.
     floor: the smallest n_c that is used. With 0, classes without samples of the client are left
     out.
     mixed: the parameter alpha of Mixup; None: no Mixup. The loss of a mixed sample is the weighted
-    mean of the losses for both labels.
+    mean over both labels.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

@@ -24,18 +24,14 @@ def principal(
 ) -> Book:
     """Compute a run of FedAvg with updates that are rebuilt from their principal directions.
 
-    Let v_l be the unit eigenvector of sum_i g_i g_i^T for the l-th largest eigenvalue lambda_l,
-    over the updates g_i. Each update becomes
-
-        g_i' = |g_i| sum_l w_l s_il v_l
-
-    s_il is the sign of <g_i, v_l>, or 0 if |<g_i, v_l>| is at most tol |g_i|.
-
-    fraction: l goes up to this fraction of the number of updates, rounded down, at least 1.
-    scale: w_l: lambda_l divided by the l2 norm of the used eigenvalues ("l2") or by the sum of all
-    eigenvalues ("sum"), or 1 ("none").
+    A rebuilt update is the weighted sum of these directions. Each one has the sign of its dot
+    product with the update. The sum is multiplied by the update's norm.
+    fraction: the number of directions, divided by the number of updates; at least one direction is
+    used.
+    scale: a direction's weight: its eigenvalue divided by the norm of the used ones ("l2") or by
+    the sum of all ("sum"), or 1 ("none").
     tensor: True treats each tensor of the parameters separately.
-    tol: v_l is also left out if lambda_l is at most tol times the largest eigenvalue.
+    tol: the relative size below which an eigenvalue or a dot product counts as 0.
     loss: the local loss.
     """
     parts = slices(world) if tensor else [slice(None)]

@@ -53,7 +53,7 @@ def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool
     """Return for each step of a job the pairs that FedMix mixes with the batch.
 
     A pair is the mean input and the mean label of random samples of one client.
-    pool: the pairs of all clients; None makes new pairs of random clients in each step.
+    pool: the pairs of all clients; None makes new pairs in each step.
     samples: the number of samples in a new pair.
     single: True: one pair for the whole batch; False: one for each row.
     """
@@ -84,9 +84,8 @@ def fedmix(
 ) -> Book:
     """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
-    Each row of a batch, with input x and label y, is combined with a pair: the mean input x_bar and
-    the mean label y_bar of some samples of a client. With the cross-entropy CE, the loss of a row
-    is l1 + l2 + l3:
+    Each row (x, y) of a batch is combined with a pair: the mean input x_bar and mean label y_bar of
+    some samples of a client. The loss has three terms:
     - l1 = (1 - lam) CE((1 - lam) x, y)
     - l2 = lam CE((1 - lam) x, y_bar)
     - l3 = lam times the dot product of x_bar and l1's gradient with respect to the model's input
@@ -94,7 +93,7 @@ def fedmix(
     count: the number of pairs that each client sends.
     samples: the number of samples in a pair.
     single: True uses the same pair for all rows of a batch.
-    naive: True computes NaiveMix, with the input (1 - lam) x + lam x_bar and without l3.
+    naive: True computes NaiveMix: the input is (1 - lam) x + lam x_bar, without l3.
     public: True divides l3 by the batch size, as public implementations do.
     fresh: True makes new pairs from raw data in each step, as FedBR's code does.
     """

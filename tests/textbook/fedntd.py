@@ -30,10 +30,10 @@ def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
 def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) -> Book:
     """Run FedAvg with the local loss CE + beta NTD.
 
-    CE is the cross-entropy. NTD is the loss `not_true`, whose teacher is the received model.
+    NTD is the loss `not_true`, whose teacher is the received model.
     tau: the temperature of NTD.
-    mixed: the parameter alpha of Mixup; None: no Mixup. With lam times a sample plus (1 - lam)
-    times a partner, both losses are weighted means over the two labels.
+    mixed: the parameter alpha of Mixup; None: no Mixup. Both losses of a mixed sample are weighted
+    means over its two labels.
     """
 
     def losses(job: Job, received: Params) -> Parts:

@@ -40,10 +40,10 @@ class ServerMomentum:
 class Adaptive:
     """The server rules of FedAdagrad, FedAdam and FedYogi.
 
-    With the mean update D, a call sets m <- beta1 m + (1 - beta1) D, changes v, and sets x <- x +
-    lr m / (sqrt(v) + tau). m and v start at 0 and tau^2.
-    name: how v changes. "fedadagrad": v <- v + D^2. "fedadam": v <- beta2 v + (1 - beta2) D^2.
-    "fedyogi": v <- v - (1 - beta2) D^2 sign(v - D^2).
+    A call adds lr m / (sqrt(v) + tau) to the parameters. The moments m and v of the mean update
+    start at 0 and tau^2.
+    name: "fedadagrad", "fedadam" or "fedyogi": how v changes.
+    beta1, beta2: the decay of m and v; "fedadagrad" has no decay of v.
     bias_correction: True multiplies lr by sqrt(1 - beta2^t) / (1 - beta1^t) in step t = 1, 2, ....
     """
 

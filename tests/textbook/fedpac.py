@@ -1,13 +1,12 @@
 """FedPAC of Xu et al. 2023, with an exact solution of its quadratic program.
 
-After a round, each client i of the round gets a head for its next job: the mixture of the heads of
-all clients j of the round. The weights w_j are at least 0, have the sum 1, and minimise the sum of
-w_j w_k P_jk. The textbook solves this for every subset of the clients, and takes the best one.
+Client i of a round gets a mixture of all heads of the round. The weights w_j are at least 0, have
+the sum 1, and minimise the sum of w_j w_k P_jk. The textbook solves this for every subset of the
+clients, and takes the best one.
 
-- z, the D features of a sample.
-- n_j, the number of samples of client j.
-- h_j, [C, D]. Row c is the mean of z over samples of class c, times the fraction of class c.
-- V_j = (m_j - |h_j|^2) / n_j, where m_j is the mean of |z|^2.
+- z, the D features of a sample; n_j, the number of samples of client j.
+- h_j, [C, D]: the mean z of each class, times the fraction of the class.
+- V_j = (mean |z|^2 - |h_j|^2) / n_j.
 - P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
 
 A job trains first the head, with the extractor in eval mode, and then the extractor. Each of these
@@ -56,9 +55,9 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
     """Return a client's feature variance V, and the weighted class means h of its features.
 
-    h, [classes, D]: row k is the mean of the features of class k, times the frequency of this
-    class. V = (mean |z|^2 - |h|^2) / n, over the features z of n samples.
-    p: the parameters with which the features are computed, in eval mode.
+    h, [classes, D]: the mean features of each class, times the frequency of the class. V = (mean
+    |z|^2 - |h|^2) / n, over the features z of n samples.
+    p: the parameters that compute the features, in eval mode.
     """
     z, (mu, counts) = features(dict(p), x, False), means(p, x, y, classes)
     pi = counts.double() / len(y)
@@ -68,14 +67,12 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 
 
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
-    """Return the weights that mix the participants' heads into the head of one participant.
+    """Return the weights that mix the participants' heads into the head of participant i.
 
-    The weights w_j are at least 0, have the sum 1, and minimise the sum of w_j w_k P_jk. P_jk =
-    <h_i - h_j, h_i - h_k>, plus variances_j if j = k.
+    They are at least 0, have the sum 1, and minimise the sum of w_j w_k P_jk (see the module).
     variances, h: the results of `statistics` for each participant.
-    i: the position of the participant that gets the head.
-    least: weights of at most `least` become 0, unless all are, and the larger ones are scaled to
-    the sum 1.
+    least: weights of at most `least` become 0, and larger ones are scaled to the sum 1. If no
+    weight is larger, all stay.
     """
     m = len(h)
     p = torch.stack(
@@ -98,13 +95,12 @@ def fedpac(
 ) -> Book:
     """Compute a run of FedPAC, whose clients share the extractor and get mixtures of heads.
 
-    A job trains first the head, then the extractor. After a round, the server averages extractors
-    and class means of features (prototypes), and mixes a new head for each client (`mixture`).
+    A job trains first the head, then the extractor. The server averages extractors and class means
+    of features (prototypes).
     lam: the weight of the loss that pulls features to their prototypes.
-    head_epochs: the number h of passes that train the head, with at most h / (h + 1) of the job's
-    steps.
+    head_epochs: the number h of passes that train the head, at most h / (h + 1) of the steps.
     factor: the learning rate of the head, divided by that of the run.
-    least: a weight of at most `least` in a mixture becomes 0.
+    least: an argument of `mixture`.
     """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}

@@ -11,12 +11,11 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
-    """Run FedAvg with the cross-entropy of the logits s_c <w_c, h>; the head has no bias.
+    """Run FedAvg with a cross-entropy whose logits are scaled by class; the head has no bias.
 
-    w_c: the head's weights of class c. h: the features.
-    alpha: the scale s_c of classes that the client lacks; other classes have 1.
-    relative: True: s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
-    client's number of samples of class c.
+    alpha: the scale of classes that the client lacks; other classes have 1.
+    relative: True: the scale of class c is alpha + (1 - alpha) n_c / max n, as in the released
+    code. n_c is the client's number of samples of class c.
     """
 
     def losses(job: Job, received: Params) -> Parts:

@@ -26,7 +26,7 @@ from textbook.world import Book, Job, Params, World
 def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Params:
     """Return the gradient of a batch's loss at p + e, where the loss is higher than at p.
 
-    Let g be the gradient at p, and ||g|| its norm over all parameters.
+    Let g be the gradient at p.
     eta: None (FedSAM): e = rho g / ||g||. A number (FedASAM): e = rho t^2 g / ||t g||, elementwise,
     with t = |p| + eta.
     """
@@ -77,13 +77,12 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
-    """Compute a run of MoFedSAM: local steps replace the gradient by beta G + (1 - beta) D.
+    """Compute a run of MoFedSAM: FedSAM's gradients, mixed with FedCM's server direction.
 
-    G = g + wd p, with the client's parameters p, the weight decay wd and the gradient g at p + e. e
-    is the gradient at p, scaled to the norm rho.
-    D is the server's direction, 0 in the first round. Then it is the weighted mean of (x - y) /
-    (eta K) over the clients of the previous round. x and y are the received and trained parameters,
-    eta the learning rate, and K the number of steps.
+    The direction is the weighted mean of (x - y) / (eta K) over the clients of the last round. x
+    and y are the received and trained parameters, eta the learning rate, and K the number of steps.
+    rho: the norm of the move to the point of each gradient (`uphill`).
+    beta: the weight of the gradient, weight decay included. The direction has 1 - beta.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

@@ -26,13 +26,9 @@ from textbook.world import Book, Job, Params, World
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     """Compute a run of FedSpeed, whose local steps use two gradients and a correction.
 
-    Each step replaces the gradient by (1 - share) g1 + share g2 - c_k + (theta - x) / lam. x are
-    the received parameters, and theta the client's current ones. g1 and g2 are the gradients at
-    theta and at theta + rho g1. c_k is a correction that client k keeps, first 0.
-
-    After a job that ends at theta_K, client k first replaces c_k by c_k - (theta_K - x) / lam. Then
-    it sends theta_K - lam c_k and BatchNorm's statistics.
-    lam: a larger lam makes the local penalty |theta - x|^2 / (2 lam) smaller.
+    A step at theta uses (1 - share) g1 + share g2 - c + (theta - x) / lam. g1 and g2 are the
+    gradients at theta and at theta + rho g1. x are the received parameters, and c is the client's
+    correction. After a job, c becomes c - (theta - x) / lam. Then the client sends theta - lam c.
     """
     x, names = dict(world.start), trainable(world.start)
     c = {

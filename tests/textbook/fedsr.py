@@ -1,8 +1,8 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
-As in the authors' code, the loss contains the mean norm of the representation, and not its square.
-References of classes stay on clients by default. The score of a class is the log of its mean
-probability over some noise draws, which are the same for all inputs.
+As in the authors' code, the loss contains the mean norm of the representation, and references stay
+on clients by default. The score of a class is the log of its mean probability over some noise
+draws, the same for all inputs.
 """
 
 from __future__ import annotations
@@ -89,11 +89,13 @@ def fedsr(
 ) -> Book:
     """Compute a run of FedSR, which is FedAvg with two penalties in the local loss.
 
-    The loss is CE + alpha_l2r mean |z| + alpha_cmi mean KL(p || q). z is the normally distributed
-    representation of an input, p the distribution of c z, and c a learned number. q is the
-    reference, a learned normal distribution for the input's class.
-    probabilistic: False computes FedL2R, in which z has no noise and the loss no KL.
-    share_reference: True averages the references and c on the server; False keeps them on clients.
+    The representation z of an input is normally distributed. Each class has a reference, a learned
+    normal distribution.
+    alpha_l2r: the weight of the mean norm of z.
+    alpha_cmi: the weight of the KL divergence of c z from the reference of the input's class, with
+    a learned number c.
+    probabilistic: False computes FedL2R, without noise and KL.
+    share_reference: True averages the references and c on the server.
     """
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}

@@ -12,10 +12,6 @@ Paper and code leave some questions open. This textbook makes these choices:
 - Without RTNet, a synthetic embedding is (1 - rho) v plus rho times G's output.
 - Without the generator, RTNet gets noise in place of G's output.
 - A batch of one sample is left out.
-
-Each batch has a step for the classifier, for the generator and for RTNet. It draws five noise
-arrays: two for the classifier (real embeddings, prototypes), one for the generator, two for RTNet
-(prototypes, real embeddings).
 """
 
 from __future__ import annotations
@@ -78,7 +74,7 @@ def network(
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
     """Return the value in round t = 0, 1, ... of a weight that changes from round to round.
 
-    last: from round `last` on, the weight is constant; None: it changes in every round.
+    last: from round `last` on, the weight is constant; None: never.
     gamma: how fast the weight changes.
     form: "exp": exp(gamma (t - last)), where None counts as 0. "laine_aila": exp(-gamma (1 - t /
     last)^2), where None counts as 1. "constant": 0.5. Any other text: 1 - 1 / (gamma t + 1).

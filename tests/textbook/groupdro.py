@@ -21,9 +21,8 @@ def groupdro(
 ) -> Book:
     """Run FedAvg with the weights q_i, which grow for clients with large losses.
 
-    In each round, the weight of a client with the loss l_i becomes q_i exp(step_size l_i). Models
-    are then averaged with q_i / sum_j q_j. If the run weighs by samples, q_i is multiplied by n_i
-    in the average.
+    After a job with the loss l_i, q_i is multiplied by exp(step_size l_i). If the run weighs by
+    samples, n_i also multiplies q_i in the average.
     batches: "first": l_i is the loss of the first batch, as in FedBR's code. Otherwise it is the
     mean over all batches.
     prior: "samples": q_i starts in proportion to n_i. Otherwise all q_i start equal.

@@ -51,16 +51,13 @@ def inco(
 ) -> Book:
     """Compute a run of InCo, which mixes updates of an early layer into those of later layers.
 
-    g is the mean update of a convolution of the second residual block. g0 is that of the first
-    block's second convolution. The server adds g' in place of g:
-
-        theta = min(most, |<g0, g>| / <g0, g0>)
-        g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2)
-
-    The function clip limits each entry to the range from -`clip` to `clip`.
-    kernels: True applies the formulas to each kernel, a slice [o, i], and not to the whole
-    convolution.
-    always: False: if <g0, g> >= 0, g' is clip(g), as in the paper. True follows the authors' code.
+    Later layers are the convolutions of the second residual block. The early layer is the first
+    block's second convolution. The mixture is scaled by the mean of both norms.
+    kernels: True mixes each kernel, a slice [o, i], and not the whole convolution.
+    always: False mixes only updates with a negative dot product, as in the paper. True follows the
+    authors' code.
+    most: the largest weight of the early layer.
+    clip: the largest absolute value of an entry.
     eps: the number that is added to divisors.
     """
     names = trainable(world.start)

@@ -108,9 +108,9 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 def nearest(product: Tensor, old_a: Tensor) -> Params:
     """Return factors B and A of rank r whose product is the best approximation of a matrix.
 
-    Let k be the rank of the matrix, but at most r. The first k rows of A have the norm 1. Later
-    rows of A are those of old_a, and later columns of B are 0.
-    product: [outputs, inputs], the matrix to approximate by B A.
+    The used rows of A have the norm 1. If the matrix has a smaller rank, later rows of A are those
+    of old_a, and later columns of B are 0.
+    product: [outputs, inputs], the matrix.
     old_a: [r, inputs], the earlier A.
     """
     u, values, v = torch.linalg.svd(product)
@@ -124,13 +124,10 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FlexLoRA, whose server averages the products of LoRA factors.
 
-    A client trains the layer W0 + `scaling` B A with frozen W0, from the server's factors B and A,
-    cut to the client's rank. Let P be the product of the server's factors. An aggregation computes
-    P + sum_i p_i (B_i A_i - P_i). p_i is client i's normalised weight, and B_i and A_i are its
-    trained factors. P_i is P, without a cut, in its base version.
-
-    New factors of the server have the product that best approximates the computed matrix (singular
-    value decomposition).
+    Clients train the server's factors, cut to their ranks. The server adds the weighted mean of
+    (B_i A_i - P_i) to the product of its factors. B_i and A_i are trained factors, and P_i is the
+    whole product in the client's base version. Its new factors are the nearest ones (`nearest`).
+    scaling: the factor on B A in the layer.
     ranks: the ranks that clients may have.
     """
     loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
@@ -161,14 +158,13 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Compute a run of HetLoRA: clients train LoRA factors of several ranks (Cho et al. 2024).
 
-    Client i trains the layer W0 + `scaling` B_i A_i with frozen W0. B_i is [outputs, r] and A_i [r,
-    inputs], with the client's rank r. The server fills smaller factors with zeros, and averages.
-    Weights are |B_i A_i|, times the samples if the run weighs by samples.
+    The server fills smaller factors with zeros, and averages with the weights |B_i A_i|, times the
+    samples if the run weighs by samples.
 
-    A rank can shrink. Let q be gamma r, rounded down. A' are the rows of A_i after the first q, and
-    B' the columns of B_i after the first q. The loss contains the penalty lam |B'| |A'|. If a job
-    makes |B'| |A'| smaller, the rank becomes q, but at least 1. Trained factors are cut before the
-    average.
+    Let B' and A' be the parts of a client's factors after gamma times the rank, rounded down. The
+    loss contains lam |B'| |A'|. If a job makes |B'| |A'| smaller, the client drops these parts
+    before the average. A rank is at least 1.
+    scaling: the factor on B A in the layer.
     ranks: the ranks with which clients may start.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)
@@ -202,8 +198,8 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
 def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FLoRA, whose server adds products of LoRA factors to the frozen weight.
 
-    The rule is from Wang et al. 2024. After a round, `scaling` times the weighted mean of the
-    clients' B A is added. The server then draws a new A, and sets B to 0.
+    The rule is from Wang et al. 2024. After adding the weighted mean of all `scaling` B A, the
+    server draws a new A and sets B to 0.
     ranks: the ranks that clients may have. Clients get factors cut to their ranks.
     """
     x, of_client = dict(world.start), drawn_ranks(world, ranks)

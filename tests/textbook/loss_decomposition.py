@@ -1,13 +1,13 @@
 """Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), in rounds of FedAvg or FedBN.
 
-A_ij is the loss of client i's trained model on the training samples of client j, and b_j that of
-the next shared model. p_i is client i's share of the samples of the round's clients:
+A_ij is the loss of client i's trained model on client j's training samples, and b_j that of the
+next shared model. p_i is client i's share of all samples:
 
     sum_j p_j b_j = local_loss + distribution_shift + aggregation
     local_loss = sum_i p_i A_ii        distribution_shift = sum_ij p_i p_j (A_ij - A_ii)
     aggregation = sum_ij p_i p_j (b_j - A_ij)
 
-Each model is scored on client j's samples with the personal tensors of client j.
+Client j's samples are scored with the personal tensors of client j.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 def loss_decomposition(world: World, most: int = 1000) -> Book:
     """Compute a run of FedAvg or FedBN, and return its loss decomposition as columns.
 
-    The run is FedBN if `world.personal` names BatchNorm's tensors. Means over the round's clients
-    are weighted by samples:
-    - global_loss: the loss of the next shared model, which is the sum of the next three values.
-    - local_loss: the loss of each client's trained model on its own samples.
-    - distribution_shift: the loss of the trained models on all clients' samples, minus local_loss.
-    - aggregation: global_loss minus the loss of the trained models on all clients' samples.
-
+    The module defines the columns. The run is FedBN if `world.personal` names BatchNorm's tensors.
     most: the largest number of a client's training samples that are used, drawn at random.
     """
     personal = {

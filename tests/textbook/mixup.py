@@ -33,9 +33,8 @@ def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
 def mixup(world: World, alpha: float) -> Book:
     """Compute a run of FedAvg in which inputs and labels of a batch are mixed by Mixup.
 
-    An input x becomes lam x + (1 - lam) x'. x' is another input of the batch, by a random
-    permutation. One-hot labels are mixed in the same way.
-    alpha: lam is drawn for each step from the distribution Beta(alpha, alpha).
+    Each sample is mixed with another one of the batch, by a random permutation.
+    alpha: the mixing weight of a batch is drawn from Beta(alpha, alpha).
     """
 
     def losses(job: Job, received: Params) -> Parts:

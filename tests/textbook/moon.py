@@ -47,13 +47,13 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 def moon(
     world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1
 ) -> Book:
-    """Compute a run of MOON: FedAvg with the loss CE + mu l_con.
+    """Compute a run of MOON: FedAvg with the loss CE + mu times a contrastive loss.
 
-    The contrastive loss l_con pulls features to those of the received model, and pushes them away
-    from those of the client's earlier models.
-    tau: the temperature of l_con.
+    It pulls features to those of the received model, and away from those of the client's earlier
+    models.
+    tau: the temperature.
     projection: the widths of the two layers of the projection; empty: there is none.
-    pool: the largest number of earlier models in l_con, the newest ones.
+    pool: the largest number of earlier models that are used, the newest ones.
     """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (

@@ -1,10 +1,8 @@
 """PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
-A layer is a module that has tensors. A fixed mask or a learned policy says which layers of a job
-start from the received model, and which from the client's last model.
-
-A policy is trained on a weighted mean of both models, with BatchNorm in eval mode. BatchNorm's
-statistics have the weights of their layer.
+A mask or a learned policy chooses for each layer of a job between the received model and the
+client's last model. A layer is a module that has tensors. A policy is trained on weighted means of
+both models, BatchNorm's statistics included, in eval mode.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ NORM = "model.extractor.2"
 class PolicySettings:
     """Settings of the training of a client's policy.
 
-    For each layer, the policy chooses the received model or the client's last trained model.
     steps: the number of Adam's steps in a job.
     batch: the number of samples in a step.
     rate: the learning rate.
@@ -63,11 +60,8 @@ class Policy:
         """Train the policy on the client's samples, and choose a model for each layer.
 
         Return a boolean tensor [layers]: True for layers to load from the received model, False for
-        layers of the client's last model.
-
-        The training minimises the cross-entropy of a mixed model. Each layer is w times the
-        received one + (1 - w) times the last one. (w, 1 - w) is the softmax of (the layer's two
-        numbers in `self.logits` + Gumbel noise) / temperature.
+        layers of the client's last model. The training minimises the cross-entropy of a mixture of
+        both models, with Gumbel noise on the policy.
         """
         settings, (x, y) = self.settings, world.data[job.client]
         temperature = max(settings.floor, settings.start * settings.decay**job.version)
@@ -115,14 +109,14 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Start each layer of a job from the received model or from the client's last trained model.
+    """Start each layer of a job from the received model or the client's last trained model.
 
-    A client's first job starts from the received model in all layers.
-    mask: for each layer, True if it starts from the received model.
-    most: the largest number of versions since a client's last job; after more, the job starts from
-    the received model.
+    A client's first job starts from the received model.
+    mask: True for layers that start from the received model.
+    most: the largest number of versions since a client's last job; after more, a job counts as the
+    first.
     mu: the weight of FedProx's term, whose reference is the start of the job.
-    policy: a policy that chooses in place of `mask`.
+    policy: chooses in place of `mask`; None uses `mask`.
     """
     x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
     last_models, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()

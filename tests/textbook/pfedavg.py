@@ -1,8 +1,8 @@
 """pFedAvg: FedAvg, in which each client is scored with a personal model.
 
-The personal model is the client's last trained model, or a fine-tuned copy of the shared model.
-Fine-tuning has a new optimizer, and the learning rate of jobs that receive the same version. If
-only the head is fine-tuned, the extractor is in eval mode.
+That is its last trained model, or a fine-tuned copy of the shared model. Fine-tuning has a new
+optimizer, and the learning rate of jobs that receive the same version. If only the head is
+fine-tuned, the extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def tuned(
 ) -> Params:
     """Return a copy of a model that is fine-tuned on a client's training samples.
 
-    The samples `world.drawn["spared"][client]`, if they exist, are added.
-    version: the version of the model, which determines the random stream and the learning rate.
+    Samples in `world.drawn["spared"]`, which jobs do not use, are added.
+    version: determines the random stream and the learning rate.
     epochs: the number of passes over the samples.
     head_only: True fine-tunes only the head.
     """

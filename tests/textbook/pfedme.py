@@ -25,12 +25,11 @@ from textbook.world import Book, Job, Params, World
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
     """Compute a run of pFedMe, in which each client trains personal parameters theta.
 
-    A job copies the shared parameters x to w. For each batch with the cross-entropy f:
-    1. theta starts at w, and makes `steps` gradient steps on f(theta) + lam/2 |theta - w|^2.
-    2. The optimizer makes one step of w with the gradient lam (w - theta).
-    After a round, x becomes (1 - beta) x + beta times the weighted mean of the clients' w. A client
-    is scored with its last theta.
+    For each batch, theta starts at the client's copy w of the shared parameters. It makes `steps`
+    gradient steps on its loss plus lam/2 |theta - w|^2. Then w makes one step with the gradient lam
+    (w - theta). A client is scored with its last theta.
     rate: the learning rate of theta.
+    beta: the weight of the mean of all w in the next shared parameters.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()

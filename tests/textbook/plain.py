@@ -253,9 +253,8 @@ def run_with_loss(
     """Compute a run of FedAvg with a different local loss, and report only the task loss.
 
     The column train_loss has the mean task loss of each round, over all samples of all steps.
-    losses(job, received): returns a function of a batch that computes the task loss and a penalty,
-    whose sum is the local loss.
-    trained(job, model): is called with the trained model after each job.
+    losses(job, received): returns a function of a batch that computes the task loss and a penalty.
+    trained(job, model): is called after each job.
     """
     seen: dict[tuple[int, int], RowMean] = {}
 

@@ -1,6 +1,6 @@
 """q-FedAvg: Li et al. 2020, Algorithm 2.
 
-1 / eta, with the local learning rate eta, replaces the unknown Lipschitz constant L. Losses before
+1 / eta, with the local learning rate eta, replaces the unknown Lipschitz constant. Losses before
 training are computed in eval mode on all samples of a client.
 """
 
@@ -25,10 +25,9 @@ def loss_before(world: World, job: Job, x: Params) -> float:
 def qfedavg(world: World, q: float) -> Book:
     """In each round, subtract sum_i F_i^q d_i / sum_i h_i from the model x.
 
-    F_i is the loss of x on all samples of client i. d_i = (x - y_i) / eta, with the trained model
-    y_i and the learning rate eta. h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta. Buffers have the weights
-    F_i^q.
-    If the run weighs by samples, n_i multiplies F_i^q d_i, h_i and the buffers' weights.
+    F_i is client i's loss before training. d_i = (x - y_i) / eta, with the trained model y_i and
+    the learning rate eta. h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta. Buffers have the weights F_i^q.
+    If the run weighs by samples, n_i multiplies all summands.
     """
     names, x = trainable(world.start), detach(world.start)
     for jobs in world.rounds:

@@ -51,10 +51,9 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """Compute a run of Krum, whose server adds the mean of the updates with the smallest scores.
+    """Compute a run of Krum, whose server averages the updates with the smallest scores.
 
-    The score of update g_i is the sum of |g_i - g_j|^2 over its nearest updates g_j. These are
-    max(1, n - f - 2) of the n updates.
+    A score is the sum of squared distances to the nearest max(1, n - f - 2) of the n updates.
     f: the number of attackers.
     selected: the number of updates in the mean; None: n - f.
     """
@@ -75,9 +74,9 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
     """Compute a run whose server adds the geometric median of the updates to the model.
 
-    This point z has the smallest weighted sum of distances to the updates g_i. z starts at the
-    weighted mean, and becomes sum_i b_i g_i / sum_i b_i `steps` times. With the weight a_i of
-    update i, b_i = a_i / max(nu, |z - g_i|).
+    Weiszfeld's algorithm approximates it, from the weighted mean.
+    steps: the number of its steps.
+    nu: the smallest distance that it divides by.
     """
 
     def rule(at: Cohort) -> Tensor:

@@ -1,9 +1,7 @@
-"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor K' for momentum.
+"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor for momentum.
 
-A job of K steps divides the change of the parameters by K'. With momentum rho, a gradient also
-moves the parameters in later steps. So K' is this sum over n = 1, ..., K:
-
-    K' = sum_n (1 + rho + ... + rho^(n - 1))
+The divisor K' of the change of the parameters is the number of steps without momentum. With
+momentum, a gradient also moves the parameters in later steps, and K' counts this.
 
 Models are averaged with equal weights, as in the paper, unless the run weighs by samples. Changes
 of control variates always have equal weights. A client with a stale model uses the server's control
@@ -33,13 +31,9 @@ def scaffold(world: World) -> Book:
 
         c_i <- c_i - c + (x - y) / (K' eta)
 
-    with the received model x, the trained model y and the learning rate eta. Over n = 1, ..., K
-    steps and with momentum rho,
-
-        K' = sum_n (1 + rho + ... + rho^(n - 1))
-
-    After a round, the sum of all changes of c_i, divided by the number of all clients, is added to
-    c.
+    with the received model x, the trained model y and the learning rate eta. With K steps and
+    momentum rho, K' is the sum over n = 1, ..., K of 1 + rho + ... + rho^(n - 1). c remains the
+    mean of all clients' c_i.
     """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]

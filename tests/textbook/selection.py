@@ -54,21 +54,18 @@ class OortByHand:
     """Oort's rule, which chooses the clients of one round after another.
 
     A known client has reported a loss. Its utility is its number of samples times its loss. Its
-    score is the utility, scaled to about 0 to 1, plus a bonus that grows with the time since it was
-    last chosen. Scores of slow clients are multiplied by (limit / duration)^penalty. The limit is
-    the percentile `preferred` of known clients' durations.
+    score is the scaled utility plus a bonus that grows with the time since it was last chosen.
+    Scores of clients that are slower than the limit are multiplied by (limit / duration)^penalty.
 
-    exploration: the fraction of clients that are not known. Each round begins by multiplying it by
-    `decay`, down to `least`.
-    cutoff: If a round needs n known clients, let s be the n-th largest score of idle ones. Those
-    with scores of at least `cutoff` times s can be drawn, with probabilities in proportion to their
-    scores.
+    exploration, decay, least: the fraction of clients that are not known. It is multiplied by
+    `decay` in each round, down to `least`.
+    cutoff: if n known clients are needed, they are drawn from those with at least `cutoff` times
+    the n-th best score.
     clip: the quantile to which larger utilities are reduced.
-    preferred: 100 means that no client is slow.
-    window, delta: after each `window` rounds, `preferred` grows by `delta` if the utilities were
-    lower than in the `window` rounds before.
+    preferred: the percentile of known durations that is the limit; 100: no client is slow.
+    window, delta: after each `window` rounds, `preferred` grows by `delta` if utilities were lower
+    than in the `window` rounds before.
     number: the number of rounds so far.
-    last_round: the last round in which each client was chosen.
     exploited: the known clients of the last round.
     utilities: the mean utility of the known clients of each earlier round.
     """

@@ -125,8 +125,7 @@ class Witness(Method):
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
         """Return the matrix W + SCALING B A of the layer that has an adapter.
 
-        If the layer's weight W is frozen, the result has 0 in its place. If A is frozen, the
-        initial A is used.
+        A frozen W is left out. If A is frozen, the initial A is used.
         vector: the shared vector, which contains the trained tensors.
         """
         tensors = {

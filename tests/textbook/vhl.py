@@ -1,13 +1,11 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
-All clients have the same virtual images. A virtual image is the random 8 x 8 image of its class,
-from N(0, 1), plus noise from N(0, 0.5^2). It is enlarged bilinearly, and standardised per channel.
+All clients have the same virtual images. A virtual image is its class's random 8 x 8 image, from
+N(0, 1), plus noise from N(0, 0.5^2). It is enlarged bilinearly, and standardised per channel.
 
-C is the number of classes. If the head has C extra outputs, a virtual image of class c has the
-label C + c. A prediction C + c counts as class c.
-
-With Mixup, the mixed real images have their own forward pass, only for their cross-entropy. All
-other losses use a forward pass of unmixed real and virtual images.
+If the head has extra outputs, class c of C has the label C + c on virtual images. A prediction C +
+c counts as c. With Mixup, the mixed real images have a separate forward pass, only for their
+cross-entropy.
 """
 
 from __future__ import annotations
@@ -87,13 +85,11 @@ def vhl(
 ) -> Book:
     """Run FedAvg with three more loss terms, which use the virtual images.
 
-    The terms are alpha times the cross-entropy of the virtual images, and two supervised
-    contrastive losses. gamma is the weight of the one on real and virtual images, and kappa of the
-    one on virtual images alone.
-
     virtual: the number of virtual images.
-    temperature: the temperature of both contrastive losses.
-    extra: True: the head has C more outputs, one for the virtual images of each class.
+    alpha: the weight of the virtual images' cross-entropy.
+    gamma, kappa: the weights of the supervised contrastive loss of all images, and of that of the
+    virtual images.
+    extra: True: the head has outputs for virtual images of each class.
     align_epochs: the number of first epochs of a job that use the contrastive losses.
     mixup: True: Mixup changes the real images.
     """

@@ -36,14 +36,13 @@ class World:
 
     clients, classes: the numbers of clients and of classes.
     rounds: the jobs of each aggregation, in the order in which they are aggregated.
-    data: for each client, the inputs and labels of its training samples.
+    data, tests: each client's inputs and labels for training and for tests.
     central: the inputs and labels of the central test set.
     start: the initial values of all networks, buffers included.
     personal: the names of tensors that stay on the client.
     local: the settings local.*.
     weighting: "samples" or "uniform", before any method changes it.
-    drawn: other random values that raysim drew in this run, by name.
-    tests: for each client, the inputs and labels of its test samples.
+    drawn: other random values that raysim drew, by name.
     """
 
     seed: int

@@ -6,11 +6,10 @@
                                                 on Ray: driver, coordinator, workers, raylet and GCS
     uv run python tests/tools/faults.py --cost 5      # cost of a killed worker, 5 pairs of runs
 
-Each case disturbs a run at a random moment: by a signal, by a limit on file sizes, or by damage to
-MLflow's database. It continues the run with resume=latest until it is finished.
-The sha256 values and the history must be those of the undisturbed run. No unfinished file, process
-or traceback may be left. Moments are counted in the CPU time of the run, so that they are the same
-on a busy machine.
+Faults are signals, limits on file sizes, and damage to MLflow's database, at random moments. Runs
+are continued with resume=latest until they are finished. The sha256 values and the history must be
+those of the undisturbed run. No unfinished file, process or traceback may be left. Moments are
+counted in CPU time, so that they are the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -436,7 +435,6 @@ def carry_out(case: Case, seed: int) -> str:
 def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
     """Return a text about the first error that a case shows; "" if the case has no error.
 
-    folder: the folder of the case.
     statuses: the exit statuses of the disturbed run and of its continuations, in order.
     mark: the value of the environment variable `MARK` in all processes of the case.
     expected: the results of the undisturbed run.
@@ -521,7 +519,6 @@ def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
 
     Print how all cases of the log file ended. Return 0 if all had correct results; otherwise 1.
     count: the number of cases. Those in the log file are not repeated.
-    seed: the seed of the random cases.
     runtime: "inprocess" or "local".
     log: the file to which each finished case adds one line.
     only: the fault of the cases to run; "": all faults.

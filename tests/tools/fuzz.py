@@ -2,14 +2,12 @@
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
 
-This command makes 5000 cases of each type. After an interruption, it continues. Each case must run,
-or be refused with one sentence and the exit status 2.
-
-A case is broken if at least one of these statements is true:
-- An exception is not handled, or a refusal is not one sentence.
-- The command does not end within a minute of CPU time, or waits for a minute.
-- The case needs over 1 GiB more memory than each earlier case.
-- A refused command leaves a file.
+This command makes 5000 cases of each type. After an interruption, it continues. A case must run, or
+be refused with one sentence and the exit status 2. It must not:
+- raise an exception that is not handled,
+- need a minute of CPU time, or wait for a minute,
+- need over 1 GiB more memory than each earlier case,
+- leave a file if it is refused.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Measure what a run sends over a network, and how long a round takes on links of several kinds.
+"""Measure what a run sends over a network, and how long a round takes on several links.
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes a cluster of three machines with `network_cluster.py`. Each turn makes a synchronous and a
-buffered run on undisturbed links, and then on links of each kind. All runs with the same schedule
-must have the same bits. The table has these columns:
+makes a cluster of three machines. Each turn makes a synchronous and a buffered run on undisturbed
+links, and then on slow or lossy links. Bits must be the same. The table has these columns:
 - seconds per round, and their ratio to the undisturbed run in the same turn
-- megabytes per round that the coordinator's node receives, and those that it sends: as counted on
-  the link (in raysim's history)
+- megabytes per round that the coordinator's node receives and sends, counted on the link and, in
+  brackets, in raysim's history
 - megabytes per round that TCP sent again, for all nodes together
 
     uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
 
-measures how many vectors of the model's size the coordinator's node receives in a synchronous
-round.
+measures how many vectors of the model's size the coordinator's node receives in a round.
 """
 
 from __future__ import annotations
@@ -71,14 +69,13 @@ class Measurement:
     """The measured time and traffic of a run.
 
     turn: the index of the repetition, from 0.
-    schedule: a key of `SCHEDULES`. From `measure_sums`: the number of clients in a round, as text.
-    kind: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`. From `measure_sums`: the
-    number of nodes, as text.
+    schedule: a key of `SCHEDULES`. From `measure_sums`: the number of clients in a round.
+    kind: a key of `KINDS` or `UNDISTURBED`. From `measure_sums`: the number of nodes.
     seconds: the median of the seconds per round.
-    links: for each machine, the mean bytes per round received and sent, counted on its link.
-    columns: the same for each node of Ray, from raysim's history. Only node 0 surely has the number
-    of its machine.
-    resent: for each machine, the mean bytes per round that TCP sent again.
+    links: each machine's mean bytes per round received and sent, counted on its link.
+    columns: the same for each node of Ray, from raysim's history. Nodes other than 0 may have other
+    numbers than their machines.
+    resent: each machine's mean bytes per round that TCP sent again.
     """
 
     turn: int

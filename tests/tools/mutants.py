@@ -5,12 +5,12 @@
     # some of them again, with all tests:
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-A mutant is the source with one change. Each runs in a copy of the working tree, with the tests that
-execute its line. `coverage` finds these tests first (--map reuses an earlier result). After a few
-quick tests, others follow for at most --cap seconds of CPU time (0: all).
+A mutant, the source with one change, runs in a copy of the working tree. `coverage` shows which
+tests run its line (--map reuses an earlier result). After a few quick tests, others follow for at
+most --cap seconds of CPU time (0: all).
 
-Ids of mutants stay the same for the same source, --seed, --count and --only. A mutant that no test
-can notice is in equivalent_mutants.toml, with the reason.
+Ids stay the same for the same source, --seed, --count and --only. Mutants that no test can notice
+are in equivalent_mutants.toml, with the reason.
 """
 
 from __future__ import annotations
@@ -256,9 +256,9 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return all tests that may notice a mutant.
 
-        First are the tests that execute the mutant's line. If none is known, as for lines that run
-        at import, they are those that execute the enclosing function, class or file. Last are
-        test_defaults.py and the test file named after the mutant's file.
+        First are those that execute the mutant's line, or else its function, class or file. No test
+        executes lines that run at import. Last are test_defaults.py and the test file of the
+        mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -455,13 +455,12 @@ def cpu_seconds(pid: int) -> float:
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
     """Run trials in parallel, at most one at a time in each copy of the working tree.
 
-    trials: functions that get a copy's folder and return a generator. It yields requests to run
-    tests (`Asked`), and receives a dictionary for each:
+    trials: functions from a copy's folder to a generator. It yields requests to run tests
+    (`Asked`), and receives a dictionary for each:
     - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (too much
       time or memory).
     - "first": the first test that failed, or another reason.
     - "cpu": the CPU seconds of the tests.
-    copies: the folders of the copies.
     done: is called with the return value of each generator.
     """
     waiting, free = collections.deque(trials), list(copies)
@@ -586,10 +585,9 @@ def run_mutant(
 ) -> Generator[Asked, Outcome, Any]:
     """Write a mutant into a copy of the working tree, run tests, and restore the file.
 
-    This generator yields lists of tests, which `drive` runs. It returns the result, such as whether
-    a test noticed the mutant.
+    This generator yields lists of tests, which `drive` runs. It returns the result.
     number: the id of the mutant.
-    known: the record of which tests execute which lines.
+    known: which tests execute which lines.
     cap: the largest CPU seconds of the tests after the quick ones; 0 means no limit.
     copy: the folder with the copy.
     """

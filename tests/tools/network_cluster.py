@@ -20,10 +20,9 @@ prompt:
 ";" separates commands in a line. Each machine has its own network devices, processes, host name,
 /tmp, /dev/shm and home folder. All machines write to $SHARED. Machine n has the address 10.99.0.(n
 + 1) and the name machine-n. The program needs root on Linux, `ip`, `tc`, `unshare` and `nsenter`.
-It does not change the network of this computer.
+It does not change this computer's network.
 
-Token buckets set a link's rate. A relay in this file delays or drops packets, because many kernels
-have no netem.
+A relay in this file delays or drops packets, because many kernels have no netem.
 """
 
 from __future__ import annotations

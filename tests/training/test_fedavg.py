@@ -46,9 +46,9 @@ def plain_fedavg(
 ) -> dict[str, Tensor]:
     """Return the model after FedAvg: x <- x + sum_i w_i (y_i - x) / sum_i w_i in each round.
 
-    y_i is the model that client i has trained from x, and w_i its weight. As in raysim, clients are
-    added in pairs in the order in which they finish, then these sums in pairs, and so on.
-    weighting: "samples" or "uniform".
+    As in raysim, clients are added in pairs in the order in which they finish, then these sums in
+    pairs, and so on.
+    weighting: w_i, "samples" or "uniform".
     optimizer: settings of torch's SGD.
     """
     counts = data.partition.train.counts

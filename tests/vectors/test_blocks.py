@@ -125,9 +125,9 @@ def rule(into, given):
 def load_rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
     """Write the file rule.py with a function rule(into, given), and return this function.
 
-    rule sets into[i] to scale * given[i] + constant for each i. All files have the same size and
-    modification time, so a cache of machine code can only tell them apart by their content.
-    scale, constant: numbers that print as three characters, such as 2.0.
+    rule sets into[i] to scale * given[i] + constant. All files have the same size and time, so a
+    cache of machine code can only tell them apart by their content.
+    scale, constant: numbers of three characters, such as 2.0.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
     os.utime(path, (0, 0))
