@@ -37,26 +37,20 @@ class Task:
     """The learning task: inputs, outputs, loss and metrics.
 
     shape: the shape of one input; [channels, height, width] for an image.
-    num_classes: the number of classes. If labels are not classes, it is the number of outputs.
-    clients: the number of all clients of the run, including unseen ones.
-    dtype: the type of all floats, such as torch.float32.
-    kind: the kind of task, such as "classification"; it decides the usual loss and metrics.
+    num_classes: the number of classes, or of outputs if labels are not classes.
+    clients: the number of all clients, including unseen ones.
     tokens: the number of different tokens if inputs are sequences of token numbers; else None.
-    scored_by: the name of the main metric. None means the first metric in `scores`, or the usual
-    metric of the kind if `scores` is empty.
+    scored_by: the main metric; None means the first of `scores`, or the usual metric of the kind.
     loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
     usual loss of the kind.
     unseen: the number of clients that are never trained.
-    scores: the metrics to compute, as names or as `Metric` objects of the user. If it is empty,
-    only `scored_by` is computed. If `scored_by` is None too, the usual metrics of the kind are
-    computed.
-    lower: names of metrics for which a lower score is better (`evaluate.lower`). raysim's own
-    metrics need not be listed.
+    scores: the metrics to compute; () means `scored_by`, or the usual metrics of the kind.
+    lower: the user's metrics for which a lower score is better (`evaluate.lower`).
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.
-    targets: () for usual labels. The label of a sample may also be a dictionary or a list of
-    arrays, such as boxes and their classes. Then `targets` describes each of these arrays.
+    targets: the arrays of a label that is a dictionary or a list, such as boxes and their classes;
+    () for usual labels.
     """
 
     shape: tuple[int, ...]
@@ -143,16 +137,13 @@ FORWARD = 1 / 3
 
 @dataclass(frozen=True)
 class Finetune:
-    """Fine-tuning: a client's model is trained on the client's samples before it is scored.
+    """Fine-tuning: a client's model is trained on the client's samples, only to be scored.
 
-    The fine-tuned model is used for this score only and is then discarded.
-
-    epochs: passes over the client's samples, with a new local optimizer and the usual loss; 0 for
-    no fine-tuning.
+    epochs: passes over the samples, with a new local optimizer and the usual loss; 0 means none.
     head: True trains only the head, with the extractor in eval mode.
-    last: True fine-tunes only for the scores after the final round, False for all scores.
-    samples: "own" uses the client's training samples; "all" also uses the samples that
-    `partition.fraction` left out of training.
+    last: True fine-tunes only after the final round.
+    samples: "own" uses the training samples; "all" also uses those that `partition.fraction` left
+    out.
     """
 
     epochs: int = 0
@@ -167,13 +158,11 @@ class Finetune:
 
 @dataclass(frozen=True)
 class Generation:
-    """The settings `evaluate.generate.*`: texts that a language model writes after the last round.
+    r"""The settings `evaluate.generate.*`: texts that the final language model writes.
 
-    tokens: the largest number of tokens that the model adds to a prompt; 0 writes no texts.
-    prompts: the beginnings of texts; the model continues each of them. A line break in a prompt may
-    be written as \\n. An empty list makes the model write one text without a prompt.
-    temperature: the number by which the logits are divided before a token is drawn; 0 always takes
-    the most probable token.
+    tokens: the largest number of tokens that are added to a prompt; 0 writes no texts.
+    prompts: the beginnings of texts, with \n for a line break. [] makes one text without a prompt.
+    temperature: the divisor of the logits; 0 always takes the most probable token.
     """
 
     tokens: int = 200
@@ -197,26 +186,19 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    every: the number of aggregations between two evaluations, at least 1; the last version is
-    always evaluated.
+    every: the number of aggregations between two evaluations; the last version is always evaluated.
     clients: the number of clients that are drawn for each evaluation, or "all".
-    finetune: how client models are adapted before they are scored; these scores have separate
-    columns.
+    finetune: fine-tuning of client models for further scores.
     common: True also scores client models on the central test set.
-    probe: the number of aggregations between two probes; 0 means never. A probe stores features and
-    outputs of each client's trained model before the aggregation.
-    probe_rows: the number of samples of the central test set that a probe uses, approximately.
-    decompose: the number of aggregations between two loss decompositions; 0 means never. A loss
-    decomposition splits the loss of the new version into the three parts of the FedLD paper.
-    `raysim.methods.loss_decomposition` explains them.
-    decompose_rows: the largest number of a client's training samples that a loss decomposition
-    uses.
-    metrics: the names of the metrics that are computed; an empty list computes only `metric`, or
-    the usual metrics for the data if `metric` is None.
-    metric: the main metric; None means the first of `metrics`, or the usual metric for the data.
+    probe: the number of aggregations between two probes; 0 means never.
+    probe_rows: the approximate number of test samples for a probe.
+    decompose: the number of aggregations between two loss decompositions (see
+    `raysim.methods.loss_decomposition`); 0 means never.
+    decompose_rows: the largest number of a client's training samples for a loss decomposition.
+    metrics: the metrics to compute; [] means `metric`, or the usual ones for the data.
+    metric: the main metric; None means the first of `metrics`, or the usual one for the data.
     lower: the user's metrics for which a lower score is better.
-    unseen: the share of clients that is drawn at the start, never trained, and scored in separate
-    columns.
+    unseen: the share of clients that are never trained, and scored in separate columns.
     generate: the texts that the final model writes, for language data.
     """
 
@@ -270,40 +252,32 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd", "adam", "adamw", "lion" or "muon". With "muon", Muon trains parameters of two
-    or more dimensions, and AdamW trains all others.
+    optimizer: "muon" trains parameters of two or more dimensions with Muon, and all others with
+    AdamW.
     lr: the learning rate.
-    momentum: the momentum factor of "sgd"; 0 for none.
-    nesterov: with "sgd", True uses Nesterov's momentum.
-    weight_decay: the strength of weight decay; 0 for none.
+    momentum: the momentum factor of "sgd".
+    nesterov: True uses Nesterov's momentum with "sgd".
+    weight_decay: the strength of weight decay.
     clip: the largest norm of a gradient; 0 for no limit.
-    lr_decay: the factor by which the learning rate is multiplied after each version.
-    schedule: how the learning rate changes over time, in addition to `lr_decay`. `Local.rate` has
-    the formulas of "constant", "cosine", "linear" and "step".
-    schedule_over: the unit of time of the schedule. With "rounds", time is the number of the
-    version from which the job starts. With "steps", time is the number of the step in its job, so
-    the schedule starts again in every job.
-    schedule_rounds: the number T of versions after which "cosine" and "linear" end. It is needed
-    only for these two schedules, and only with `schedule_over="rounds"`; else it may be None. With
-    `schedule_over="steps"`, T is the number of steps of a job.
+    lr_decay: the factor on the learning rate for each version.
+    schedule: how the learning rate also changes over time; `Local.rate` has the formulas.
+    schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
+    schedule_rounds: the version at which "cosine" and "linear" end; unused with
+    `schedule_over="steps"`.
     final_lr: the learning rate at the end of "cosine" and "linear".
-    drop_every: the number of versions (or of steps) after which "step" lowers the learning rate
-    again. None is allowed for all schedules but "step".
+    drop_every: the number of versions or steps between two drops of "step".
     drop_factor: the factor by which "step" multiplies the learning rate each time.
-    warmup_rounds: the number W of first versions in which the learning rate grows; 0 for none.
-    warmup_steps: the number of first steps of each job in which the learning rate grows; 0 for
-    none.
-    rates: factors by which the learning rate of a part of the model is multiplied. A part is
-    "head", "body", "adapters", or the full name of a module ("model.extractor.0") or parameter.
-    epochs: the number of passes of a job over the client's samples; None if `steps` is set.
+    warmup_rounds, warmup_steps: the first versions, and the first steps of each job, in which the
+    learning rate grows.
+    rates: factors on the learning rate of "head", "body", "adapters", or a module
+    ("model.extractor.0") or parameter by its full name.
+    epochs: the number of passes over the client's samples; None if `steps` is set.
     steps: the number of batches of a job; None if `epochs` is set.
     batch: the number of samples in a batch.
-    sampling: "shuffle" goes through the samples in a new random order for every pass. The last
-    batch of a pass may be smaller. "replacement" draws every batch at random, with replacement.
-    phases: only for methods that select samples for each epoch, and only if `epochs` is None. A
-    job's steps are divided into this many phases, and the method selects samples for each phase.
-    keep_optimizer: True keeps the state of a client's optimizer (momentum, step counts) from one
-    job of the client to the next.
+    sampling: "shuffle" makes passes in a new random order, whose last batch may be smaller.
+    "replacement" draws every batch at random, with replacement.
+    phases: the number of parts of a job's `steps`, for methods that select samples for each epoch.
+    keep_optimizer: True keeps a client's optimizer state (momentum, step counts) for the next job.
     """
 
     optimizer: OptimizerKind = "sgd"
@@ -399,19 +373,16 @@ class Local:
     def rate(self, version: int) -> float:
         """Return the learning rate of a job that starts from this version.
 
-        version: the number of aggregations so far.
-        The rate follows from the attribute `schedule`. Let W be `warmup_rounds`, T be
-        `schedule_rounds`, t = max(0, version - W), and T' = T - W:
+        Let W be `warmup_rounds`, T `schedule_rounds`, t = max(0, version - W), and T' = T - W:
 
             constant   lr
             cosine     final_lr + (lr - final_lr) (1 + cos(pi t / T')) / 2
             linear     lr + (final_lr - lr) t / T'
             step       lr drop_factor^floor(version / drop_every)
 
-        For all versions after T, cosine and linear give final_lr. The result is multiplied
-        by lr_decay^version and, if version < W, by (version + 1) / (W + 1). With
-        `schedule_over="steps"`, the formula of "constant" is used here, and `step_factors` has the
-        schedule.
+        After T, cosine and linear give final_lr. The result is multiplied by lr_decay^version and,
+        if version < W, by (version + 1) / (W + 1). With `schedule_over="steps"`, "constant" is used
+        here, and `step_factors` has the schedule.
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":
@@ -426,18 +397,11 @@ class Local:
     def step_factors(self, steps: int) -> list[float] | None:
         """Return for each step of a job the factor by which the job's learning rate is multiplied.
 
-        Return None with `schedule_over="rounds"` and `warmup_steps=0`, because all factors are then
-        1.
+        None means that all factors are 1: `schedule_over="rounds"` and `warmup_steps=0`.
 
-        steps: the number of steps of the job.
-
-        The factor of step k = 0, ..., steps - 1 is a(k) s(k). Here a(k) is the warm-up:
-
-            a(k) = (k + 1) / (warmup_steps + 1)   for k < warmup_steps
-            a(k) = 1                              for later steps
-
-        With `schedule_over="rounds"`, s(k) is 1. With `schedule_over="steps"`, s(k) follows from
-        the attribute `schedule`. The formulas use three letters:
+        The factor of step k = 0, ..., steps - 1 is a(k) s(k). The warm-up a(k) is (k + 1) /
+        (warmup_steps + 1) for k < warmup_steps, and then 1. With `schedule_over="rounds"`, s(k) is
+        1. With `schedule_over="steps"`, it is given by `schedule`:
 
             f = final_lr / lr
             t = max(0, k - warmup_steps)
@@ -520,19 +484,14 @@ class RunFacts:
 
 
 class Participation(NamedTuple):
-    """A job when it is dispatched, before training.
+    """A job when it is dispatched: the argument of `Method.cost` and of functions in `Setup`.
 
-    It is the argument of `Method.cost`, and of functions that methods pass to `Setup.send`,
-    `Setup.send_to_client` (`when`) and `Setup.omit`.
-
-    version: the number of the version that the client receives.
+    version: the version that the client receives.
     samples: the number of the client's training samples.
     trained_samples: the planned number of samples that the job trains on (`Local.budget`).
-    earlier_jobs: the number of earlier jobs of the client that were dispatched.
-    aggregated_jobs: the number of earlier jobs of the client that were aggregated before this
-    version.
-    run: the facts of the run.
-    client: the number of the client; -1 if it is unknown.
+    earlier_jobs: the client's earlier jobs that were dispatched.
+    aggregated_jobs: the client's jobs that were aggregated before this version.
+    client: -1 if it is unknown.
     """
 
     version: int

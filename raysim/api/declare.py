@@ -67,13 +67,11 @@ class Declarations:
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the first method in the list that overrides a hook, with its function.
+        """Return the first method that overrides and does not skip a hook, with its function.
 
-        The result is a pair: the declarations of the method, and the method's function for the
-        hook. It is None if no method overrides the hook. Methods that skip the hook are left out.
-        Use this function only for hooks that at most one method of a run may override. For all
-        other hooks, use `hooks_of`.
-        hook: the name of the hook, such as "loss".
+        Return None without such a method. Use `hooks_of` for hooks that several methods may
+        override.
+        hook: such as "loss".
         """
         return next(iter(self.hooks_of(hook)), None)
 

@@ -35,12 +35,10 @@ _SEPARATOR = ":"
 class LearnerUpdate:
     """The update of one client, for a learner whose parameters are bytes.
 
-    client: the number of the client.
-    parameters: the bytes that `fit` returned for this client.
-    weight: the weight of this update in a mean over all updates of the aggregation. The weights sum
-    to 1, unless a method uses another divisor, for example to lower the weights of stale updates.
+    parameters: the bytes that `fit` returned.
+    weight: the weight in a mean over the updates. Weights sum to 1, unless a method uses another
+    divisor, for example for stale updates.
     samples: the number of the client's training samples.
-    staleness: the number of aggregations since the version that the client started from.
     """
 
     client: int
@@ -53,14 +51,11 @@ class LearnerUpdate:
 class EvaluationData:
     """The samples that a learner is evaluated on.
 
-    client: the number of the client; -1 for sets that belong to no client.
-    name: the name of the set of samples: "client", "validation", "central", or the name of a
-    domain. For a domain of the central test set, "central:" is in front of this name.
+    client: -1 for sets that belong to no client.
+    name: "client", "validation", "central", or the name of a domain, with "central:" in front for a
+    domain of the central test set.
     rows: int64 [n], the positions of the samples in the data set.
-    state: the client state that the learner declared, by name; empty for sets that belong to no
-    client.
-    task: the learning task.
-    seed: the seed of the run.
+    state: the client state that the learner declared, by name; empty without a client.
     """
 
     def __init__(self, scored: ScoredModel):
@@ -78,15 +73,12 @@ class EvaluationData:
 class Learner(Method):
     """The base class of a user's model that has its own parameters and its own training.
 
-    Implement `initial`, `fit`, and `predict` or `evaluate`. A learner replaces the run's model and
-    local training. Choose it with an option of the group `learner`, or pass an object:
-    `raysim.run(learner=MyLearner())`. A learner can be combined with schedules, fleets and
-    server-side methods.
+    Implement `initial`, `fit`, and `predict` or `evaluate`. Choose the learner with the group
+    `learner`, or with `raysim.run(learner=MyLearner())`.
 
-    Parameters are a nested structure of arrays, or bytes such as serialized trees. Arrays of floats
-    are averaged on the server. In arrays of integers or booleans, each entry becomes the largest
-    value among the clients. If parameters are bytes, the learner must implement `aggregate`, and
-    the number of bytes may change.
+    Parameters are a nested structure of arrays, or bytes such as serialized trees. The server
+    averages arrays of floats. Each entry of other arrays becomes the largest value among the
+    clients. A learner with bytes must implement `aggregate`.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
@@ -120,14 +112,11 @@ class Learner(Method):
         raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'. Define it.")
 
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
-        """Return scores by name for a set of samples, such as {"accuracy": 0.9}.
+        """Return scores by name for a set of samples, such as {"accuracy": 0.9}, or {}.
 
-        A learner may implement this function instead of `predict`. raysim calls it for the test
-        samples and the validation samples of each scored client, for the central test set, and for
-        each domain. One of the names should be the run's main metric (`evaluate.metric`). Return an
-        empty dictionary if there is no score.
-        parameters: the parameters of the model that is scored.
-        data: the samples; `data.arrays()` returns their inputs and labels.
+        Implement this function or `predict`. The sets are test and validation samples of clients,
+        the central test set, and domains. One score should be the main metric (`evaluate.metric`).
+        data: `data.arrays()` returns the inputs and labels.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'evaluate'. Define `evaluate` or "

@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
-    Methods use short names: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control". All
-    parameters are in one flat vector, `job.params`. A hook that works on some of them, such as
-    `gradient`, gets their position in the vector as a slice `at`: `job.params[at]`.
+    Names are short: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control".
 
-    state: the client state that the method declared with `Setup.client_state`. Assign new values;
-    never change tensors in place.
-    received: the tensors that the method sent from the server with the model (`Setup.send`).
-    upload: the tensors that the client sends to the server with its update, which the method
-    declared with `Setup.upload`; assign them in `end`.
+    state: the client state from `Setup.client_state`. Assign new values; never change tensors in
+    place.
+    received: the tensors that the method sent with the model (`Setup.send`).
+    upload: the tensors from `Setup.upload`, which the client sends with its update; assign them in
+    `end`.
     report: numbers for the history, which are not sent: `job.report["gap"] = 0.1` adds the column
     "method.gap", where "method" is the name of the method.
-    scratch: values that the method needs until the end of this job. If a hook that is called for
-    each batch reads them, they must be tensors.
+    scratch: values until the end of this job. Values that hooks of a batch read must be tensors.
 
     An undeclared name in `state` or `upload` raises HookError.
     """
@@ -103,12 +100,10 @@ class LocalJob:
 
     @property
     def losses(self) -> Tensor:
-        """The task loss of each step, without the terms that methods add: a tensor [n].
+        """The task loss [n] of the n steps that have one, without the terms of methods.
 
-        Here n is the number of steps that have the task loss. Only the hook `end` may read the
-        tensor, because raysim stores it after the last step. If a method trains with a function
-        from `Setup.train`, the tensor has only the loss that this function returned. The tensor is
-        empty if that loss is unknown.
+        It is available in the hook `end`. With a function from `Setup.train`, it is the loss that
+        this function returned, or empty.
         """
         return self.context.losses
 
@@ -205,14 +200,11 @@ class LocalJob:
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return copies of all networks in eval mode and without gradients.
+        """Return copies of all `networks` by name, in eval mode and without gradients.
 
-        The keys of the result are the keys of `networks`.
-        name: a name for the copies, which you choose. The first call of a job with this name makes
-        the copies, and later calls return the same copies. All these calls must pass the same
-        `values`.
-        values: the vector [layout.total] to load into the copies, such as the client's model after
-        an earlier job. None loads the parameters from which the job's training started.
+        name: a name of your choice. Calls of a job with the same name return the same copies.
+        values: the vector [layout.total] to load, always the same for a name. None means the
+        parameters from which the job's training started.
         """
         return self.context.frozen(name, values)
 
@@ -314,16 +306,12 @@ class PersonalModel:
 
     The hook changes `vector` in place to the client's personalised model.
 
-    client: the number of the client.
-    task: the learning task.
     vector: the shared parameters and the client's personal parameters.
     state: the method's client state after the client's last aggregated job, or the initial state.
-    received: the tensors that the method would send to this client alone, by the names that it
-    declared with `Setup.send_to_client`.
-    data: a function without arguments that yields batches (inputs, labels) of the client's training
-    samples.
-    trained: True if an aggregation had a job of the client, also if this job failed. It is always
-    False in a run that keeps no state for clients (client state, personal parameters, optimizers).
+    received: the tensors of `Setup.send_to_client`.
+    data: yields batches (inputs, labels) of the client's training samples.
+    trained: True if an aggregation had a job of the client, even a failed one. It is always False
+    in a run that keeps no state for clients (client state, personal parameters, optimizers).
     """
 
     def __init__(
@@ -367,16 +355,14 @@ class PersonalModel:
 class ScoredModel(PersonalModel):
     """A model to score, and the samples on which it is scored.
 
-    It is the argument of the functions that a method passes to `Setup.evaluate` and
-    `Setup.load_model`.
+    It is the argument of functions for `Setup.evaluate` and `Setup.load_model`.
 
-    client: the number of the client; -1 for the shared model.
+    client: -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: the name of the set of samples: "client", "central", "validation" or the name of a domain.
-    For a domain of the central test set, "central:" is in front of this name.
+    name: "client", "central", "validation" or the name of a domain, with "central:" in front for a
+    domain of the central test set.
     state: the client state that the method declared, by short name; empty for the shared model.
     received: the tensors that the method sends to all clients, and those to this client alone.
-    seed: the seed of the run.
     """
 
     def __init__(

@@ -13,13 +13,11 @@ from raysim.primitives.checks import at_least
 class LocalResult:
     """The result of a job that a method trained by itself (`run.train`).
 
-    `samples` and `steps` are only recorded. They do not change the job's virtual time, which is
-    fixed before training.
+    `samples` and `steps` are only recorded; they do not change virtual time.
 
     loss: the mean training loss over the samples; nan if it is unknown.
-    samples: the number of samples that passed through the model, summed over all epochs; None means
-    the number that follows from the settings `local.*`.
-    steps: the number of optimizer steps; None means the number that follows from `local.*`.
+    samples: the number of samples in all epochs; None means that of `local.*`.
+    steps: the number of optimizer steps; None means that of `local.*`.
     metrics: numbers for the history, by name.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.

@@ -85,10 +85,8 @@ def check_loss(
 ) -> None:
     """Raise ValueError if a loss does not fit the kind of the task or the shape of its labels.
 
-    loss: a function of outputs [B, ...] and labels [B, ...]. It must return a tensor with B rows: a
-    value for each sample [B], or several values for each sample [B, ...].
-    kind: the kind of the task, such as "classification".
-    output_shape, label_shape: the shapes of the outputs and the label of one sample.
+    loss: a function of outputs [B, ...] and labels [B, ...] that must return a tensor [B, ...].
+    output_shape, label_shape: the shapes for one sample.
     """
     name = loss_name(loss)
     kind_of_loss: Kind = getattr(loss, "kind", kind)

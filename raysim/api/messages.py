@@ -30,19 +30,14 @@ GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 class Probe:
     """Features and outputs of a client's trained model on n samples of the central test set.
 
-    The setting `evaluate.probe` decides in which aggregations they are computed. The n samples are
-    drawn from those of `evaluate.probe_rows`.
-
-    client: the number of the client.
-    version: the version from which the client's job started.
+    version: the base version.
     labels: [n], the labels of the samples.
     seen: [C], True for the classes in the client's training data.
-    accuracy: the share of the samples of `evaluate.probe_rows` that the trained model classifies
-    correctly.
+    accuracy: the trained model's accuracy on all `evaluate.probe_rows` samples, which include the n
+    samples.
     features: [n, F], the features of the trained model.
-    received: [n, F], the features of the model from which the client started to train. This is the
-    received model, unless a method changed `job.start`.
-    probabilities: [n, C], the probabilities that the trained model gives to the classes.
+    received: [n, F], the features of the model from which training started.
+    probabilities: [n, C], the trained model's probabilities.
     """
 
     client: int
@@ -60,13 +55,11 @@ class PublishedVersion:
     """A version as workers receive it: the shared vector, and the tensors that methods send.
 
     version: the number of aggregations before it.
-    vector: [layout.shared], the shared parameters, then BatchNorm statistics and other buffers of
-    floats.
+    vector: [layout.shared], the shared parameters, then buffers of floats.
     counters: int64 [layout.shared_counters], the shared buffers of integers.
-    extras: the tensors that methods send to all clients with this version, by "method.name".
-    mark: "" if clients train from this vector. If the vector is only scored, a text such as "scored
-    0".
-    number: the position in the list of all published versions of all replicas, from 0.
+    extras: the tensors that methods send to all clients, by "method.name".
+    mark: "" if clients train from this vector; else a text such as "scored 0".
+    number: the position among all published versions of all replicas.
     """
 
     version: int
@@ -91,31 +84,25 @@ class PublishedVersion:
 class Job(NamedTuple):
     """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The planner makes the job. Later, the coordinator sets the fields `state`, `weight`, `probe`,
-    `extras`, `replica`, `base` and `bases`.
+    The coordinator sets `state`, `weight`, `probe`, `extras`, `replica`, `base` and `bases` after
+    the planner has made the job.
 
-    number: the position of the job in the run's order of dispatch.
-    client: the number of the client.
-    participation: the number of this client's jobs that were dispatched before this one.
+    number: the position in the run's order of dispatch.
+    participation: the number of this client's earlier jobs that were dispatched.
     version: the number of aggregations that made the base version.
-    state: the number of the job whose final client state this job starts from; -1 means the initial
-    state.
+    state: the job whose final client state this job starts from; -1 means the initial state.
     weight: the weight of the update in a weighted sum, not normalised.
-    probe: True if the trained model is probed (see `Probe`).
+    probe: True if the trained model is probed.
     extras: the tensors that only this client receives, by "method.name".
-    pool: the number of the pool from which the client was drawn; -1 means all clients.
-    start: the virtual second in which the job is dispatched.
-    finish: the virtual second in which the update arrives or the job is lost.
-    arrives: True if the update arrives; False if the job is lost.
-    work: the training work in samples. A forward and a backward pass of a sample counts 1, and a
-    forward pass alone counts 1/3.
+    pool: the pool from which the client was drawn; -1 means all clients.
+    start, finish: the virtual seconds of the dispatch, and of the arrival or the loss.
+    arrives: False if the job is lost.
+    work: the training work in samples. A forward pass alone counts 1/3.
     down, up: the numbers of floats that the client receives and sends.
-    replica: the number of the replica from which the job starts and into which its update is
-    aggregated.
-    base: the position of the base version in the list of all versions that the coordinator has
-    published, over all replicas (`PublishedVersion.number`). A worker finds the parameters with it.
-    bases: () unless the client chooses its replica. Then there is one number for each replica: the
-    position of the replica's newest version in the list of all published versions.
+    replica: the replica from which the job starts and into which it is aggregated.
+    base: `PublishedVersion.number` of the base version.
+    bases: this number for the newest version of each replica, if the client chooses its replica;
+    else ().
     """
 
     number: int
@@ -179,27 +166,24 @@ class Job(NamedTuple):
 class Update(NamedTuple):
     """The result of a client's job: what the client sends, and what the simulator measured.
 
-    A real client would not send `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`.
-    The simulator needs them for results and reports, and traffic does not count them.
+    Traffic does not count `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`, which a
+    real client would not send.
 
-    job: the number of the job, `Job.number`.
-    client: the number of the client.
-    version: the version from which the job started.
+    job: `Job.number`.
+    version: the base version.
     samples: the number of the client's training samples.
-    trained: the number of samples that the job trained on; each epoch counts them again.
-    steps: the number of the job's steps.
-    loss: the mean task loss over `loss_rows` rows; nan if no step had the task loss.
-    seconds: the wall seconds that the job took on its worker; for reports only.
+    trained: the number of samples that the job trained on, in all epochs.
+    loss: the mean task loss over `loss_rows` samples; nan if no step had the task loss.
+    seconds: the wall seconds on the worker; for reports only.
     counters: int64 [layout.shared_counters], the buffers of integers after training.
     extras: the tensors that methods upload, by "method.name".
-    moves: a tuple (start, stop, rates) for each trained range of the shared parameters. The range
-    is [start:stop] of the vector, and `rates` is the sum of the learning rates of all optimizer
-    steps on it. It is () unless a method calls `Setup.read_updates`.
+    moves: (start, stop, rates) for each trained range of the shared parameters, where `rates` is
+    the sum of the learning rates of its optimizer steps. It is () unless a method calls
+    `Setup.read_updates`.
     report: numbers for the history, by "method.column".
-    probe: the features and outputs of the trained model; None if it was not probed.
-    loss_rows: the number of samples in all steps with the task loss; each epoch counts them again.
+    probe: None if the trained model was not probed.
+    loss_rows: the number of samples in all steps with the task loss.
     norm: the Euclidean norm of the change of the trained parameters.
-    replica: the number of the replica from which the job started.
     delta: [layout.shared], the trained minus the received parameters; None if the worker has added
     them to a sum.
     """
@@ -232,17 +216,11 @@ class Update(NamedTuple):
 class Failure:
     """A job that raised an error, or whose update is not finite or longer than `faults.norm`.
 
-    It is a separate type, so that no rule of the server treats it as an update.
-
-    job: the number of the job, `Job.number`.
-    client: the number of the client.
-    version: the version from which the job started.
-    worker: the name of the worker that trained the job; "server" if the update failed on the server
-    after a simulated attack.
-    method: the name of the method whose hook raised the error or whose tensor is not finite; ""
-    for an error elsewhere.
-    error: the text of the error.
-    traceback: the traceback of the error, or "".
+    job: `Job.number`.
+    version: the base version.
+    worker: "server" if the update failed after a simulated attack.
+    method: the method whose hook raised the error or whose tensor is not finite; "" elsewhere.
+    traceback: "" if there is none.
     """
 
     job: int
@@ -259,13 +237,11 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: maps groups of jobs to the weighted sum of their deltas, [layout.shared]. A group is the
-    tuple of the jobs' numbers. The updates of these jobs have `delta=None`.
-    worker: the name of the worker.
-    busy: the wall seconds that the worker worked since its last result; for reports only.
+    sums: maps groups of jobs (tuples of numbers) to the weighted sum of their deltas,
+    [layout.shared]. Their updates have `delta=None`.
+    busy: the wall seconds of work since the worker's last result; for reports only.
     states: the size in bytes of each job's final client state.
-    device: the GPU's utilization from 0 to 1 when the call ends, measured by the GPU's driver over
-    about a second. None if there is no GPU or no measurement.
+    device: the GPU's utilization from 0 to 1 at the end of the call; None if it is not measured.
     """
 
     updates: tuple[Update | Failure, ...]
@@ -280,14 +256,13 @@ class TrainingResult:
 class ScoringTask:
     """One part of an evaluation: a model, and the samples to score it on.
 
-    client: the number of the client whose model is scored; -1 means the shared model.
+    client: the client whose model is scored; -1 means the shared model.
     rows: int64 [n], the positions of the samples in the data set.
-    state: the number of the job whose final client state the model uses; -1 means the initial
-    state.
+    state: the job whose final client state the model uses; -1 means the initial state.
     extras: the tensors that methods would send to this client only, by "method.name".
     personalised: False does not call the hook `personalise`.
-    finetune: how the model is first trained on the client's samples; None does not train it.
-    name: the name of the set of samples, such as "central".
+    finetune: None does not train the model before scoring.
+    name: the set of samples, such as "central".
     """
 
     client: int
@@ -301,11 +276,10 @@ class ScoringTask:
 
 @dataclass(frozen=True)
 class ScoringReport:
-    """The result of one `ScoringTask` with n samples: values from which metrics are computed.
+    """The result of one `ScoringTask` with n samples.
 
-    client: the number of the client whose model was scored; -1 means the shared model.
-    scores: one array [n, ...] for each function that `metrics.row_functions` returns. It has a
-    value for each sample, such as True for a right prediction.
+    client: -1 means the shared model.
+    scores: one array [n, ...] for each function that `metrics.row_functions` returns.
     losses: the loss of each sample [n]. For tasks with `Objective.parts`, such as language models,
     it is float64 [n, 2]: the sum of the losses of a sample's labels, and their number.
     """

@@ -1,7 +1,6 @@
 """The hooks of a method: the moments of a run in which it may act.
 
-A method overrides the hooks that it needs. A default does nothing or is never called. This is the
-order of the calls:
+raysim calls them in this order:
 
 - before the run: `settings`, `model`, `setup`
 - when a job is dispatched: `cost`
@@ -9,8 +8,8 @@ order of the calls:
 - an aggregation: `weigh`, `combine`, `step`, `absorb`
 - before a client's own model is scored: `personalise`
 
-The hooks for each batch may only use tensor operations, not `.item()` or `if tensor`. The reason is
-that a step may be captured as a CUDA graph.
+The hooks for each batch may only use tensor operations, not `.item()` or `if tensor`, because a
+step may be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 class Method:
     """One part of a federated algorithm, on the client, on the server or both.
 
-    name: the name of the method; the names of its state, messages and reports begin with it.
+    name: the names of the method's state, messages and reports begin with it.
     paper: the source, or "".
-    weighting: how updates are weighted by default: "samples" by the client's number of training
-    samples, "uniform" equally. The setting `weighting` overrides it.
+    weighting: the default of the setting `weighting`: "samples" weights updates by the clients'
+    training samples, "uniform" equally.
     pools: True if one model is trained on the pooled data of all clients.
 
-    A subclass with settings defines a constructor. The constructor must store each of its arguments
-    as an attribute of the same name. It should raise ValueError for bad values. A complete method:
+    A constructor stores each argument as an attribute of the same name, and raises ValueError for
+    bad values. A complete method:
 
         class Lasso(Method):
             name = "lasso"
@@ -132,15 +131,12 @@ class Method:
     ) -> Tensor:
         """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        raysim calls this hook in the stages of a step that have the task loss. Later, methods
-        correct the gradient in the hook `gradient`, and then it is clipped.
+        raysim calls this hook in the stages that have the task loss, before the hook `gradient`.
 
-        params: the m parameters that `job.stage` trains, [m]; do not change them.
+        params: the parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.
-        gradient_at: a function of a shift [m]. It returns the gradient [m] at params + shift, on
-        the same batch and with the same random numbers.
-
-        Sharpness-aware minimisation:
+        gradient_at: a function of a shift [m] that returns the gradient [m] at params + shift, on
+        the same batch and with the same random numbers. Sharpness-aware minimisation:
 
             return gradient_at(rho * grad / grad.norm())
         """

@@ -81,17 +81,12 @@ class ScoredTask(Protocol):
 class Metric:
     """A metric that a user defines by a function.
 
-    function: a function of outputs [n, C] and labels. It gets the same labels as the loss. It
-    returns a score for each sample [n], or one number for all n samples.
+    function: returns a score for each sample [n], or one number, from outputs [n, C] and labels.
     name: the metric's name in columns of the history; None takes the function's name.
-    higher: True if a higher score is better. None takes the function's attribute
-    `higher_is_better`; without this attribute it means True.
-    per: "sample" if the function returns a score for each sample, whose mean is then the metric.
-    "set" if it returns one number. None finds this out by a trial call of the function. If a label
-    is a dictionary or a list of arrays, there is no trial call, and None means "sample".
-
-    With "sample", workers call the function with batches of samples. With "set", the coordinator
-    calls it with all samples of a set: the central test set, a client or a domain.
+    higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
+    per: "sample" for a function that returns a score for each sample of a batch, whose mean is the
+    metric. "set" for one number from all samples of the central test set, a client or a domain.
+    None tries the function; for labels that are dictionaries or lists of arrays it means "sample".
     """
 
     function: MetricFunction
@@ -256,12 +251,9 @@ class ScoresOfRows:
                 parts.append(function(outputs, labels))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return the collected scores of all n samples as arrays [n, ...].
+        """Return the collected scores of all n samples: an array [n, ...] for each row function.
 
-        There is one array for each entry of the list that `row_functions` returns for the metrics.
-        Row i of an array belongs to sample i. If the entry is a function, the row has the score
-        that this function computed for the sample. If the entry is None, the array is a structured
-        NumPy array [n]. Each of its rows has two fields, "outputs" and "labels".
+        A row function None gives a structured array [n] with the fields "outputs" and "labels".
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()
@@ -275,13 +267,10 @@ def resolve_metrics(
 ) -> tuple[MetricRule, ...]:
     """Return rules that compute the metrics of a run, with the main metric first.
 
-    main: `evaluate.metric`, which is added if it is not among `metrics`; None means the first of
-    `metrics`, or the usual metric of the task if `metrics` is empty.
-    metrics: names of metrics, or `Metric` objects that the user has made.
-    task: the learning task, which decides the usual metrics.
-    Raise ValueError for an unknown name, and for two metrics with the same name. A user's metric
-    with `per=None` is tried on random outputs, unless labels are dictionaries or lists of arrays.
-    If it fails, raise ValueError, too.
+    main: `evaluate.metric`; None means the first of `metrics`, or the task's usual metrics.
+    metrics: names of metrics, or `Metric` objects of the user.
+    Raise ValueError for an unknown name, for two equal names, and for a user's metric with
+    `per=None` that fails on random outputs.
     """
     rules = [_resolve(metric, task) for metric in metrics]
     names = [rule.name for rule in rules]
@@ -424,13 +413,11 @@ def _torch_classes(kind: Kind, error_start: str) -> dict[str, Any]:
 class TorchMetric:
     """A metric of torchmetrics as a function of outputs and labels.
 
-    The metric receives probabilities: the softmax or the sigmoid of the outputs. For a regression,
-    it receives the outputs themselves.
+    It gets the softmax or the sigmoid of the outputs, or the outputs themselves for a regression.
 
-    name: the name of the metric, such as "f2".
-    kind: the kind of the task, such as "multilabel". torchmetrics has several Python classes for a
-    metric, and `kind` decides which of them is used.
-    outputs: the number of the model's outputs for a sample, such as the number of classes.
+    name: such as "f2".
+    kind: the kind of the task, which decides the class of torchmetrics.
+    outputs: the number of the model's outputs for a sample.
     """
 
     name: str

@@ -35,12 +35,9 @@ def mean_loss(losses: np.ndarray) -> float:
 class MetricRule:
     """A metric: the two functions that compute the score of a set of samples.
 
-    name: the name of the metric, such as "accuracy".
-    rows: the function that workers call with outputs [B, C] and labels. It returns a value or an
-    array for each sample, [B, ...]. None means that workers return the outputs and labels
-    themselves.
-    summarise: a function that returns the score of a set of one or more samples. Its argument has
-    an entry for each sample: the result of `rows`, or the outputs and labels if `rows` is None.
+    rows: a function of outputs [B, C] and labels that returns a value or an array for each sample,
+    [B, ...]. None takes the outputs and labels themselves.
+    summarise: returns the score of a set from an entry of `rows` for each sample.
     higher: True if a higher score is better.
     """
 
@@ -54,15 +51,14 @@ class MetricRule:
 class Objective:
     """The loss and the metrics of one task type, such as classification.
 
-    loss: a function that takes outputs [B, C] and labels, and returns the mean loss of the batch.
-    losses: a function that takes outputs and labels, and returns the loss of each sample, [B].
-    metrics: all metrics of this task type; the first one is the main metric by default.
-    has_ignored: True if some labels may have the value `IGNORED`. `loss` and `losses` then leave
-    out these labels.
-    usual_metrics: how many metrics are computed by default, counted from the first one.
-    parts: None if the loss of a scored set is a mean over samples. If it is a mean over labels,
-    such as the tokens of texts, `parts` is a function. It takes outputs and labels, and returns
-    [B, 2]: the sum of the losses of each sample's labels, and the number of these labels.
+    loss: returns the mean loss of a batch, from outputs [B, C] and labels.
+    losses: returns the loss of each sample, [B].
+    metrics: all metrics of this task type, the usual main metric first.
+    has_ignored: True if labels with the value `IGNORED` are left out of losses.
+    usual_metrics: how many of `metrics` are computed by default.
+    parts: a function if the loss of a scored set is a mean over labels, such as tokens. It returns
+    [B, 2]: the sum of the losses of each sample's labels, and their number. None means a mean over
+    samples.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -100,13 +96,11 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of a batch without ignored labels; 0 if all labels are ignored.
+    """Return the mean loss of a batch without labels `IGNORED`; 0 if there are no others.
 
-    labels: [B, ...]. A label with the value `IGNORED` is ignored.
-    values: the losses, [B, ...]. If `values` has the shape of `labels`, there is one loss for each
-    label. The result is the mean loss of the labels that are not ignored. If `values` has another
-    shape, the losses of each sample are averaged first. The result is the mean over the samples
-    with at least one label that is not ignored. All these samples have the same weight.
+    values: the losses, [B, ...]. If they have the shape of `labels`, the mean is over labels.
+    Otherwise it is over the samples with at least one label that is not ignored, with equal
+    weights.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -116,12 +110,9 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample, [B]; losses of ignored labels do not count.
+    """Return the mean loss of each sample, [B], without labels `IGNORED`, or 0.
 
-    labels: [B, ...]. A label with the value `IGNORED` is ignored.
-    values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
-    label. A sample whose labels are all ignored then has the mean 0. If `values` has another shape,
-    all losses of a sample are averaged, and `labels` is not used.
+    If `values` does not have the shape of `labels`, all losses of a sample are averaged.
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -131,13 +122,10 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return two numbers for each sample: the sum of its losses, and the number of its labels.
+    """Return the sum of each sample's losses and the number of its labels: float64 [B, 2].
 
-    The result is float64 [B, 2]. The sum is in the first column, the number in the second one.
-    labels: [B, ...]. A label with the value `IGNORED` is not counted.
-    values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
-    label. If `values` has another shape, the losses of each sample are averaged. The average times
-    the sample's number of labels is then used as the sum.
+    Labels `IGNORED` are not counted. If `values` does not have the shape of `labels`, the sum is
+    the sample's mean loss times its number of labels.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -206,11 +194,10 @@ def perplexity(parts: np.ndarray) -> float:
 
 
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Count three kinds of positions, such as pixels, for each sample and class: int64 [B, 3, C].
+    """Count positions, such as pixels, for each sample and class: int64 [B, 3, C].
 
-    For each class, the first number counts the positions with this label that are predicted
-    correctly. The second number counts all positions with this prediction, and the third one all
-    positions with this label. Positions with the label `IGNORED` are not counted.
+    The three numbers are correctly predicted positions, positions with this prediction, and
+    positions with this label. The label `IGNORED` is not counted.
 
     outputs: [B, C, ...], the logits at each position.
     labels: [B, ...], the class at each position.
@@ -257,10 +244,9 @@ def mean_iou(counts: np.ndarray) -> float:
 def position_f1(counts: np.ndarray) -> float:
     """Return the mean over the classes of 2 TP / (2 TP + FP + FN), the Dice coefficient.
 
-    counts: [n, 3, C], the counts that `class_counts` returns for n samples.
-    TP, FP and FN are the numbers of true positives, false positives and false negatives of a class.
-    Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
-    nan if all classes are left out.
+    TP, FP and FN are true positives, false positives and false negatives. Classes that are neither
+    labelled nor predicted are left out. Without any class the result is nan.
+    counts: [n, 3, C], the result of `class_counts`.
     """
     right, predicted, labelled = counts.sum(axis=0)
     total = predicted + labelled
@@ -397,12 +383,9 @@ def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the fraction of the L labels that are predicted correctly, for each sample: [B].
+    """Return the fraction of the L yes-or-no labels that are predicted correctly: [B].
 
-    Each label is a question with the answer yes or no, such as "does the picture show a dog?". A
-    label is predicted correctly if the predicted answer and the true answer are equal.
-    outputs: [B, L]; the predicted answer is yes if the output is positive.
-    labels: [B, L]; the true answer is yes if the entry is positive.
+    outputs, labels: [B, L]; a positive value means yes.
     """
     return ((outputs > 0) == (labels > 0)).float().mean(1)
 

@@ -24,17 +24,14 @@ Report: TypeAlias = Literal["loss", "norm"]
 class ClientFacts:
     """The facts that the server knows about each client: arrays [clients]; nan means unknown.
 
-    samples: the number of training samples.
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs aggregated so far.
-    loss: the mean training loss of the client's last aggregated job. It is nan if the attribute
-    `reports` of the selection rule does not contain "loss".
-    norm: the Euclidean norm of the client's last aggregated update. It is nan if the attribute
-    `reports` of the selection rule does not contain "norm".
-    seconds: the virtual seconds from dispatch to finish of the client's last finished job. Lost
-    jobs do not count.
-    staleness: the staleness of the client's last aggregated job.
-    last_finish: the virtual second in which the client's last job finished. Lost jobs do not count.
+    loss: the mean training loss of the last aggregated job; nan if the rule's `reports` lack
+    "loss".
+    norm: the Euclidean norm of the last aggregated update; nan if the rule's `reports` lack "norm".
+    seconds: the virtual seconds from dispatch to finish of the last finished job that was not lost.
+    staleness: the staleness of the last aggregated job.
+    last_finish: the virtual second in which the last job finished that was not lost.
     """
 
     samples: Ints
@@ -79,21 +76,18 @@ def draw_weighted(
 
 @dataclass(eq=False)
 class SelectionView:
-    """The argument of a selection rule: the clients that can be dispatched now, with facts.
+    """The argument of a selection rule: the idle and available clients, with facts about each.
 
-    The property `clients` has the idle, available clients. Other properties, such as `samples` and
-    `loss`, have a value for each of these clients. Only raysim uses the fields `make_generator`,
-    `measure_losses`, `estimate_seconds` and `estimate_sending`.
+    Properties such as `samples` and `loss` have a value for each entry of `clients`. Only raysim
+    uses the fields that are functions.
 
     count: the largest number of clients to choose.
-    pool: the number of the pool to choose from; -1 if the clients are not divided into pools.
+    pool: the number of the pool to choose from; -1 means all clients.
     now: the virtual time in seconds.
-    version: the number of the current model version.
     concurrency: the largest number of clients that the schedule keeps in flight.
     facts: the facts of all clients, idle or not.
-    is_idle: bool [clients of the run], True for clients that are idle, available and in the pool.
-    state: the arrays that the rule remembers, by name. The rule may replace and change them, and
-    checkpoints contain them.
+    is_idle: bool [clients of the run], True for entries of `clients`.
+    state: the arrays that the rule remembers and may change, by name; checkpoints contain them.
     """
 
     count: int
@@ -208,12 +202,12 @@ class SelectionView:
         """Return the loss of the current model on each client's samples, float64 [clients].
 
         The rule must set `measures = True`, and may call this function once in each call of
-        `select`. Each of the clients receives the model, computes the loss on its training samples,
-        and sends one float. The jobs of the selected clients start when the slowest client has sent
-        its loss. All losses are nan while raysim estimates the virtual time before a run.
-        clients: the numbers of one or more clients of `clients`.
-        samples: the largest number of samples that each client uses, drawn for each call; None uses
-        all samples.
+        `select`. Each of the clients receives the model and sends one float. Jobs start when the
+        slowest client has sent its loss. All losses are nan while raysim estimates the virtual time
+        before a run.
+        clients: one or more clients of `self.clients`.
+        samples: the largest number of samples that each client uses, drawn for each call; None
+        means all.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 
@@ -222,12 +216,11 @@ class Selection:
     """A rule that chooses the clients of each dispatch.
 
     reports: the results of training that the rule needs: "loss" for `SelectionView.loss`, "norm"
-    for `SelectionView.norm`; () if it needs none.
+    for `SelectionView.norm`.
     measures: True if the rule calls `SelectionView.measure`.
 
-    A rule that uses neither reports nor measurements does not depend on training. The planner can
-    then decide about many aggregations before their jobs are trained. Otherwise the planner decides
-    only one aggregation ahead, because the rule needs the results of the earlier ones.
+    A rule with neither lets the planner decide about many aggregations before their jobs are
+    trained.
     """
 
     @property

@@ -25,19 +25,16 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: what the clients sent. The order is that of the planner, and does not depend on the
-    workers.
-    deltas: for each update the trained minus the received parameters, [layout.shared], on the CPU.
-    It is empty unless a method of the run overrides `weigh` or `combine`, or calls
-    `Setup.read_updates` or `Setup.change_updates`.
+    updates: what the clients sent, in the planner's order.
+    deltas: the trained minus the received parameters of each update, [layout.shared], on the CPU.
+    It is empty unless a method overrides `weigh` or `combine`, or calls `Setup.read_updates` or
+    `Setup.change_updates`.
     weights: a weight for each update, not normalised.
-    staleness: for each update, the number of aggregations between its base version and the current
-    version.
-    bases: the base versions of the updates, by the number of the version (`update.version`).
+    staleness: the staleness of each update.
+    bases: the base versions, by `update.version`.
     method: the name of the method that sees this object.
-    normaliser: a function of the weights. It returns the number by which the weighted sum of the
-    updates is divided. The default is `sum`; a method may pass another one to `with_weights`.
-    combined: in the hook `step`, the result [layout.trained] of `combine`; None in all other hooks.
+    normaliser: a function from the weights to the number by which the weighted sum is divided.
+    combined: in the hook `step`, the result [layout.trained] of `combine`; else None.
     """
 
     updates: Sequence[Update]

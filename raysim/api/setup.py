@@ -65,15 +65,12 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
-    name: the short name of the tensor.
-    value: a function that is called as value(server), or as value(client, server) if `to` is
-    "client". It returns the tensor, or None to send nothing now. Without a function (`value` is
-    None), the server state called `name` is sent.
+    value: returns the tensor, or None to send nothing now. Its argument is the server, after the
+    client's number if `to` is "client". None sends the server state called `name`.
     floats: the tensor's size in floats: a number, or a function of the layout.
-    to: "all": each client receives the tensor with each version. "once": each client receives it
-    with its first job only. "client": each client receives a tensor of its own.
-    when: a function that is called when a job is dispatched. It returns True if traffic and virtual
-    time count the tensor for this job.
+    to: "all" sends it with each version, "once" with a client's first job, "client" sends each
+    client a tensor of its own.
+    when: returns True if traffic and virtual time count the tensor for a job at its dispatch.
     varies: True if the size may differ between versions; `floats` is then the size in version 0.
     """
 
@@ -112,19 +109,15 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    Most attributes are filled by the function of `Setup` that has the same name or a similar one.
-    For example, `Setup.client_state` fills `client_state`, and `Setup.draw` fills `draws`. The
-    docstring of the function explains the values. These attributes are filled in another way:
+    The function of `Setup` with the same or a similar name fills an attribute and explains it. The
+    exceptions are:
 
-    method: the name of the method.
-    contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
-    load: the function that was passed to `Setup.load_model`.
+    contribute, assemble: the functions `client` and `server` of `Setup.gather`.
+    load: the function of `Setup.load_model`.
     correction: the argument of `Setup.corrects`.
-    late_private_parameters: the functions that were passed to `Setup.private_parameters`. They
-    return the names of personal parameters, which stay on the client. raysim calls these functions
-    when all neural networks of the run are known.
-    pools: the method's attribute `Method.pools`. It is True if the method trains one model on the
-    data of all clients. It does not concern pools of clients.
+    late_private_parameters: functions of `Setup.private_parameters`, called when all networks of
+    the run are known.
+    pools: `Method.pools`, about pooled data and not about pools of clients.
     """
 
     method: str
@@ -213,21 +206,17 @@ class MethodDeclaration:
 class Setup:
     """A run before its start: the argument of `setup`, with which a method makes declarations.
 
-    Facts to read:
+    It also has facts about the run:
 
-    - task: the learning task.
-    - local: the settings `local.*`.
     - rounds: the number of aggregations.
-    - seed: the seed of the run.
     - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
     - methods: the names of all methods of the list, each with the hooks that it overrides.
     - clients_with_samples: the number of clients that have training samples.
     - max_updates: the largest number of updates in one aggregation, without late updates.
-    - has_stale_updates: True if updates may start from an earlier version than the current one.
-    - devices: the kind of each client's device, such as "phone". `devices.names` has all kinds of
-      the fleet, and `devices.kinds` has for each client the position of its kind in
-      `devices.names`. None if `setup` is called without a fleet, as in tests.
+    - has_stale_updates: True if an update may start from an earlier version than the current one.
+    - devices: the position in `devices.names` of each client's kind of device, as `devices.kinds`.
+      None without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 
@@ -272,14 +261,14 @@ class Setup:
     def needs(self, *needs: Need) -> None:
         """Declare what the method needs from the data and the model.
 
-        If one of the needs is not met, the run stops with ValueError before it starts.
+        The run stops with ValueError before it starts if a need is not met.
 
         needs: any of these:
         - "classes": labels are classes.
         - "features": the model has features in front of a linear head.
-        - "gradients": the model can be differentiated by PyTorch.
+        - "gradients": PyTorch can differentiate the model.
         - "images": inputs are images.
-        - "numbers": inputs are numbers that can be added up, and not tokens.
+        - "numbers": inputs can be added up, unlike tokens.
         """
         self.declared.needs.extend(needs)
 
@@ -396,9 +385,9 @@ class Setup:
     def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
         """Keep a value for each client between jobs, which hooks see as `job.state[name]`.
 
-        initial(samples) returns the value for a client that never trained, from its number of
-        training samples. A value is a tensor of any shape, a number, bytes, or a dictionary of
-        these. Its shape and its keys may change. A new value is kept only if the job is aggregated.
+        initial(samples) returns the first value, from the client's number of training samples. A
+        value is a tensor, a number, bytes, or a dictionary of these, of any shape and keys. A new
+        value is kept only if the job is aggregated.
 
             run.client_state("losses", torch.zeros)  # a loss for each sample
         """
@@ -448,18 +437,16 @@ class Setup:
     ) -> None:
         """Send a tensor to each client with the model; jobs see it as `job.received[name]`.
 
-        value(server) returns the tensor, once for each version, or None if nothing is sent now.
-        Without `value`, the server state of this name is sent.
-        floats: the tensor's size, a number or a function of the layout; the default is the size of
-        the shared parameters.
-        once: True sends it with a client's first job only. raysim then computes it before round 0,
-        and again when it continues a run; the value must be the same.
-        when: a function that is called when a job is dispatched. It returns True if traffic and
-        virtual time count the tensor for this job. raysim does not remove the tensor from other
-        jobs, so their hooks must not use it.
-        varies: True allows the size to differ between versions; `floats` is then the size in
-        version 0. It cannot be used with `once` or `when`. Planning takes longer, because it must
-        wait for the real size.
+        value: returns the tensor for each version, or None to send nothing now. Without `value`,
+        the server state of this name is sent.
+        floats: the tensor's size, a number or a function of the layout; by default that of the
+        shared parameters.
+        once: True sends it with a client's first job only. raysim computes it before round 0, and
+        again when it continues a run; the value must be the same.
+        when: returns True if traffic and virtual time count the tensor for a job at its dispatch.
+        The hooks of all other jobs must not use it.
+        varies: True allows other sizes than `floats` after version 0. It excludes `once` and
+        `when`. Planning then waits for the real size.
         """
         if varies and (once or when is not always):
             raise ValueError(
@@ -478,18 +465,15 @@ class Setup:
         *,
         when: JobCondition = always,
     ) -> None:
-        """Send each client a tensor that is computed for this client only.
+        """Send each client a tensor of its own with each job: `job.received[name]` in hooks.
 
-        A client receives the tensor with each job; hooks see it as `job.received[name]`. A client
-        also receives it when its personalised model is scored; the hook `personalise` then sees it
-        as `model.received[name]`.
-        value: a function that is called as value(client, server) with the client's number. It
-        returns the tensor, or None to send nothing now.
-        floats: the tensor's size, a number or a function of the layout; the default is the size of
-        the shared parameters.
-        when: a function that is called when a job is dispatched. It returns True if traffic and
-        virtual time count the tensor for this job. raysim does not remove the tensor from other
-        jobs, so their hooks must not use it.
+        The hook `personalise` also sees it, as `model.received[name]`.
+        value: returns the tensor from the client's number and the server, or None to send nothing
+        now.
+        floats: the tensor's size, a number or a function of the layout; by default that of the
+        shared parameters.
+        when: returns True if traffic and virtual time count the tensor for a job at its dispatch.
+        The hooks of all other jobs must not use it.
         """
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
@@ -513,16 +497,13 @@ class Setup:
     ) -> None:
         """Let each job send a tensor to the server, in addition to its update.
 
-        The method's hook `end` sets the tensor with job.upload[name] = tensor. The method's hooks
-        on the server read the tensors of all updates with `aggregation.uploads(name)`.
-        floats: the tensor's size, a number or a function of the layout; the default is the size of
-        the shared parameters.
-        planned: None if the size is always `floats`. Otherwise a function that raysim calls as
-        planned(received) before training. It returns an estimate of the size of the uploaded
-        tensor, in floats. The argument `received` is the size of what the client receives, in
-        floats. It counts only the tensors that this method sends with `varies=True`.
-        Virtual time uses `floats` for jobs that start from version 0, and the estimate for later
-        jobs. Traffic counts the real size.
+        The hook `end` sets `job.upload[name]`. Hooks on the server read
+        `aggregation.uploads(name)`.
+        floats: the tensor's size, a number or a function of the layout; by default that of the
+        shared parameters.
+        planned: a function that estimates the size in floats for virtual time, for jobs after
+        version 0. It gets the number of floats of this method's tensors with `varies=True` that the
+        client receives. None means that the size is always `floats`. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -586,12 +567,11 @@ class Setup:
     def train(self, function: Callable[[LocalJob], LocalResult | None]) -> None:
         """Declare a function that trains a client, in place of raysim's training steps.
 
-        function: a function that is called with each job. It trains `job.model` on `job.dataset()`
-        in any way. It may also train the networks that this method added: `job.network(name)`.
-        It returns a `LocalResult`, or None in place of `LocalResult()`.
+        function: trains `job.model`, and networks `job.network(name)` of this method, on
+        `job.dataset()` in any way. It may return None in place of `LocalResult()`.
         The hooks `begin` and `end` and all hooks of the server are called as usual. Only one method
-        in a run's list of methods may declare such a function. No other method of the list may
-        override a hook that changes raysim's steps, such as `loss`.
+        may declare such a function, and no other method may override a hook that changes raysim's
+        steps, such as `loss`.
         """
         self.declared.train = function
 
@@ -632,10 +612,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, in order. If steps have different stages, pass a function
-        of the job's plan. It returns a list with the stages of step 0, of step 1, and so on. If the
-        job has more steps than the list, the list is repeated. At most one stage of a step has the
-        task loss.
+        stages: the stages of every step, in order, or a function of the job's plan. It returns the
+        stages of step 0, of step 1, and so on; a short list is repeated. At most one stage of a
+        step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 

@@ -18,11 +18,9 @@ from raysim.primitives.kinds import TargetField
 def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
     """Unpack each sample's row of floats into a dictionary of arrays, by field name.
 
-    rows: [n, floats], one row for each sample. A row has a section for each field, in the order of
-    `fields`, and the section contains the field's array. The first float of a section is the length
-    of the array's first axis. The next floats are the values of the array. Each section is as long
-    as the largest array of its field needs. If the array is smaller, the floats at the end of the
-    section are not used.
+    rows: [n, floats]. A row has a section for each field, in the order of `fields`: the length of
+    the array's first axis, then its values. All sections of a field have the size that its largest
+    array needs.
     fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]

@@ -25,15 +25,13 @@ Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 
 
 class Mixing(NamedTuple):
-    """A mixing matrix: the weights by which an exchange makes the next vector of each replica.
+    """A mixing matrix: row r has the weights of the mean that becomes replica r's next vector.
 
-    The next vector of replica r is a weighted mean of the replicas' vectors. Row r has the weights
-    of this mean. Only weights above 0 are stored, row after row.
+    Only weights above 0 are stored, row after row.
 
-    starts: int64 [replicas + 1]. Row r has the entries from starts[r] to starts[r + 1] - 1 of
-    `sources` and `weights`.
+    starts: int64 [replicas + 1]. Row r has the entries from starts[r] to starts[r + 1] - 1.
     sources: int64, the replica to which each weight belongs, ascending within a row.
-    weights: float64, the weights; those of a row sum to 1.
+    weights: float64; those of a row sum to 1.
     """
 
     starts: np.ndarray
@@ -72,14 +70,12 @@ class MixingRow(NamedTuple):
 class Federation:
     """The facts of a run that a topology may use.
 
-    seed: the seed of the run.
     counts: int64 [clients], the number of training samples of each client.
     weighting: how updates are weighted before methods change the weights, "samples" or "uniform".
     floats: the number of floats of a replica.
-    label_counts: function that returns how many samples of each class each client has, [clients,
-    classes], or None if labels are not classes.
-    regions: function that returns the number of each client's region [clients], or None if the
-    fleet has no regions.
+    label_counts: returns the samples of each class, [clients, classes], or None if labels are not
+    classes.
+    regions: returns each client's region [clients], or None if the fleet has no regions.
     """
 
     seed: int
@@ -106,14 +102,13 @@ class Federation:
 class ClusterView:
     """The argument of a cluster rule: a replica and its clients after an aggregation.
 
-    replica: the number of the replica.
     members: int64 [m], the replica's clients with training samples, ascending.
     version: the number of the run's aggregations so far.
     clients: int64 [n], the members with an update in the aggregation.
     deltas: the updates of `clients`, in the same order, float32 [layout.trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
     free: the replicas without clients, ascending.
-    state: the rule's arrays; the rule may change them in place, and checkpoints contain them.
+    state: the rule's arrays, which it may change in place; checkpoints contain them.
     report: numbers that the rule adds to the aggregation's row of the history, by column.
     """
 
@@ -145,12 +140,10 @@ class ClusterRule:
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
         """Choose clients of the replica `view.replica` that move to replicas without clients.
 
-        raysim calls this function after an aggregation, once for each replica with updates in this
-        aggregation. Return a dictionary; it is empty if no client moves. A key is the number of a
-        replica in `view.free`. The value has the numbers of the clients that this replica serves
-        from now on. At least one client must stay with `view.replica`. A replica that gets clients
-        starts as a copy of `view.replica`.
-        view: the replica, its clients, and their updates.
+        Return a dictionary from replicas in `view.free` to the clients that they serve from now on.
+        At least one client must stay. A replica that gets clients starts as a copy of
+        `view.replica`. raysim calls this function after an aggregation for each replica with
+        updates in it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'regroup'. Define it in this class."
@@ -162,40 +155,36 @@ class Network:
     """The replicas of a run and their exchanges.
 
     replica_of: int64 [clients], the replica that serves each client.
-    mixing: the weights of the replicas in an exchange, which `mixing_matrix` makes from an array;
-    None means no exchanges.
-    shares: float64 [replicas], the weight of each replica in the mean of all replicas. This mean is
-    the shared model that is scored. None means equal weights. If clients move between replicas, the
-    weight of a replica is instead its clients' share of all samples.
+    mixing: the weights in an exchange, from `mixing_matrix`; None means no exchanges.
+    shares: float64 [replicas], the weights of the replicas in their mean, which is scored as the
+    shared model; None means equal weights. If clients move, their share of all samples is used
+    instead.
 
     every: the number of aggregations between two exchanges: of each replica with `own_schedules`,
     of the run without it.
-    seconds: the virtual seconds between two exchanges, instead of `every`; 0 uses `every`.
+    seconds: the virtual seconds between two exchanges; 0 uses `every`.
     link_seconds: the virtual seconds that an exchange takes.
     link_floats: the number of floats that all replicas together send in an exchange.
 
-    own_schedules: True if each replica has its own schedule for its clients. With False one
-    schedule serves all clients, and an aggregation may have updates for several replicas.
-    on_clients: True if each client stores its replica. Jobs then do not send or receive the model.
-    Without `pairwise`, only replicas that have an update in the aggregation take part in an
-    exchange.
-    client_floats: [clients], the number of floats that each client sends to other clients in an
-    exchange. A client receives as many floats as it sends. None unless `on_clients` is True.
-    pairwise: True if replicas exchange in pairs. Each replica with updates in the aggregation draws
-    a neighbour, and both become the mean of the two.
-    seed: the seed of the draws of neighbours.
-    mixes_first: True if an exchange happens before the updates of the aggregation are added to the
-    replicas.
+    own_schedules: True gives each replica a schedule of its own. With False, an aggregation may
+    have updates for several replicas.
+    on_clients: True if clients store their replicas, so that jobs do not send the model. Without
+    `pairwise`, only replicas with an update take part in an exchange.
+    client_floats: [clients], the floats that each client sends to other clients in an exchange, and
+    receives; None unless `on_clients` is True.
+    pairwise: True if each replica with updates draws a neighbour, and both become the mean of the
+    two.
+    seed: the seed of these draws.
+    mixes_first: True exchanges before the updates of the aggregation are added.
 
-    chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
-    smallest loss on its training samples. All replicas except number 0 then start from new random
+    chosen_by_loss: True if each job receives all replicas and trains the one with the smallest loss
+    on the client's training samples. All replicas except number 0 then start from new random
     parameters.
-    clusters: the rule that moves clients between replicas by their updates; None moves no client.
-    With `chosen_by_loss` or `clusters`, `replica_of` is only the assignment at the start of the
-    run, and a replica may have no clients.
+    clusters: the rule that moves clients between replicas by their updates. With it or
+    `chosen_by_loss`, `replica_of` holds only at the start, and a replica may have no clients.
 
     warnings: texts for the user.
-    name: the word for one replica in texts for the user, such as "edge".
+    name: the word for one replica in texts, such as "edge".
     summary: the text about the exchanges in the plan of a run.
     """
 
@@ -329,15 +318,11 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return the mixing matrix of an exchange in sparse form.
 
-    In an exchange, the next vector of replica r is a weighted mean of the vectors of all replicas.
-    Row r of `weights` has the weights of this mean; the number of the column is the number of the
-    averaged replica.
-    weights: an array [replicas, replicas], or a list with a dictionary for each row. A dictionary
-    maps the number of an averaged replica to its weight. Replicas that are not in the dictionary
-    have the weight 0.
+    weights: an array [replicas, replicas], or a dictionary from replicas to weights for each row.
+    Row r has the weights of the mean that becomes replica r's next vector.
     key: the name of the setting, for errors.
-    Raises ValueError if a weight is negative or not finite, or belongs to no replica. Also raises
-    it if the weights of a row do not sum to 1.
+    Raises ValueError if a weight is negative or not finite, or belongs to no replica, or if the
+    weights of a row do not sum to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):
@@ -405,14 +390,11 @@ def components(mixing: Mixing) -> list[list[int]]:
 def connection_warnings(
     mixing: Mixing, key: str, replicas: Set[int] | None = None
 ) -> tuple[str, ...]:
-    """Return a warning if exchanges do not connect all replicas; else an empty tuple.
+    """Return a warning that lists the groups of replicas that never exchange, or ().
 
-    A component is a group of replicas that exchanges connect, directly or through further replicas.
-    The warning lists the components.
-    mixing: the weights of all replicas in an exchange.
+    There is no warning for a single group.
     key: the configuration key that connects the replicas, for the warning.
-    replicas: only components with at least one of these replicas are counted and listed. With None,
-    all components are.
+    replicas: only groups with at least one of these replicas count; None means all groups.
     """
     parts = components(mixing)
     if replicas is not None:

@@ -38,11 +38,9 @@ class UpdateCode(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compress and send a vector; return what the receiver gets, and the sender's next state.
 
-        The first result is the decoded vector, [layout.trained]. It may share memory with the
-        sender's next state, so the caller must not change it.
+        The decoded vector [layout.trained] may share memory with the next state; do not change it.
 
-        values: [layout.trained], the vector to send. This function may overwrite it.
+        values: [layout.trained], the vector to send. It may be overwritten.
         state: the sender's state after its last message, by name.
-        layout: the position of each tensor in the vector.
         key: a random number below 2^63 for this message.
         """

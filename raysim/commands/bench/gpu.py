@@ -5,15 +5,13 @@ It needs neither Ray nor Hydra, and measures five things:
 - the results of every method, compared with the CPU;
 - whether a repeated run, and a run on two workers, give equal bits;
 - memory, compared with raysim's estimate before a run;
-- the speed of the workloads G1 to G4, each compared with a plain PyTorch loop on the same device;
+- the speed of the workloads G1 to G4, compared with a plain PyTorch loop;
 - where the time of the workload G1 goes (a profile).
 
-G1 and G2 have the shapes and sizes of two experiments of FedBR: RotatedMNIST, and CIFAR-10 with
-VGG11. G3 is CIFAR-10 with 100 clients and ResNet-18. G4 is a neural network without convolutions.
-All pictures are synthetic.
+G1 and G2 have the sizes of FedBR's RotatedMNIST, and of CIFAR-10 with VGG11. G3 is CIFAR-10 with
+100 clients and ResNet-18. G4 has no convolutions. All pictures are synthetic.
 
-Results are written to DIR/results.json and DIR/page.md. A later call with the same DIR and other
-measurements (--parts) adds its results to both files.
+DIR/results.json and DIR/page.md get the results; later calls with other --parts add to them.
 """
 
 from __future__ import annotations
@@ -114,16 +112,10 @@ CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 class GpuWorkload:
     """A speed measurement, in which clients of equal size train one epoch in each round.
 
-    The speed of raysim is compared with that of a plain PyTorch loop, which does the same training
-    without raysim.
-    title: the heading of the workload's section in the file page.md.
-    model: the neural network that clients train.
     shape: channels, height and width of a picture.
-    clients: the number of clients.
     samples: the number of samples of each client.
     cohort: the number of clients in a round.
-    batch, lr: the number of samples in a batch, and the learning rate.
-    least: the speed that raysim must reach, as a multiple of the plain loop's speed.
+    least: the speed that raysim must reach, as a multiple of that of a plain PyTorch loop.
     lanes: the numbers of lanes that are measured.
     """
 
@@ -301,17 +293,12 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
     """Run a method on the measured device; yield how far its results are from a reference run.
 
-    There is a row for each execution mode in `CHECKED_MODES` and each dtype. A mode says how many
-    clients are trained at once, and whether their steps are recorded as a CUDA graph.
+    There is a row for each of `CHECKED_MODES` and each dtype. The reference run is on the CPU,
+    without lanes and graphs. If steps draw random numbers, it is on the measured device, and modes
+    with graphs are left out. "distance" is the largest difference, divided by the largest change of
+    a parameter in the run. "allowed" is its limit.
 
-    The reference run is on the CPU, trains one client at a time and records no CUDA graphs. If
-    training steps draw random numbers, the reference run uses the measured device instead, and
-    modes with CUDA graphs are left out. In a row, "distance" is the largest difference from the
-    reference, divided by the largest change of a parameter in the run. "allowed" is the largest
-    allowed distance.
-
-    name: the method's name.
-    make: the class of the method; None stands for FedAvg.
+    make: None stands for FedAvg.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"
@@ -375,12 +362,11 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 
 
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Check that a run has the same bits when it is repeated, and on two workers.
+    """Check that a run has the same bits when it is repeated ("again"), and on two workers.
 
     Return a row for each method and execution mode: one client at a time, or several with CUDA
-    graphs. "again" is True if the repeated run has the same bits. "two workers" is True if the run
-    on two workers has the same bits.
-    has_time: function that returns False when the time limit is reached.
+    graphs.
+    has_time: returns False when the time limit is reached.
     """
     rows: list[ResultRow] = []
     for name, make in _checked_methods(options).items():
@@ -485,13 +471,11 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 
 
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
-    """Return a row with the seconds per round and the client steps per second.
+    """Return a row with the seconds per round (median) and the client steps per second.
 
-    The seconds are the median over rounds. The first two rounds are left out if there are more than
-    two rounds, because they allocate memory and record graphs.
-    times: clock readings in seconds. Each reading is at the end of a round and at the start of the
-    next round.
-    workload: the workload that was measured, which gives the number of steps in a round.
+    Of more than two rounds, the first two are left out, because they allocate memory and record
+    graphs.
+    times: clock readings at the start of the first round and at the end of each round.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))
     return {

@@ -1,11 +1,9 @@
 """Measure raysim's speed against plain PyTorch loops that do the same training.
 
-`raysim bench` alternates between a few rounds of raysim and a few rounds of a usual PyTorch loop
-with `torch.optim.SGD`. The result is the median ratio of the two times, so that slow changes
-of the machine's speed have little effect. With `--floor` it also measures a tuned loop, which has
-no optimizer object and updates all parameters in a single operation. raysim and the loops use the
-same number of processes. Evaluation and warm-up rounds are not measured. Results are also written
-to a JSON file.
+`raysim bench` alternates between blocks of rounds of raysim and of a PyTorch loop with
+`torch.optim.SGD`, on equally many processes. The result is the median ratio of the two times. With
+`--floor` it also measures a tuned loop, which updates all parameters in one operation. Evaluation
+and warm-up rounds are not measured. A JSON file gets the results.
 """
 
 from __future__ import annotations
@@ -53,14 +51,11 @@ STOP_TIMEOUT_S = 10
 class LoopWorkload:
     """A run with one local epoch per round, whose speed is measured.
 
-    clients: the number of clients.
     samples: the number of samples of each client.
     cohort: the number of clients in a round.
-    batch: the number of samples in a batch.
-    model: the network that clients train.
     rounds: the number of rounds in a block, which is measured as a whole.
-    limit: the ratio of raysim's time to that of a plain PyTorch loop. raysim promises not to exceed
-    it.
+    limit: the ratio of raysim's time to that of a plain PyTorch loop that raysim promises not to
+    exceed.
     """
 
     clients: int
@@ -99,17 +94,14 @@ WORKLOADS = {
 class LoopResult:
     """The speed of a workload, in raysim and in plain PyTorch loops that do the same training.
 
-    A block is a few rounds that are measured together. The usual loop uses `torch.optim.SGD`. The
-    tuned loop has no optimizer object and updates all parameters in a single operation.
+    The usual loop uses `torch.optim.SGD`. The tuned loop updates all parameters in one operation.
 
-    workload: the name of the workload.
     lanes: the number of clients that raysim trained at once in a process.
-    raysim: raysim's seconds per round, the median over blocks.
-    bare: the usual loop's seconds per round, the median over blocks.
-    ratios: for each block, raysim's seconds divided by the usual loop's seconds.
+    raysim, bare, floor: the seconds per round of raysim, of the usual and of the tuned loop,
+    medians over blocks; `floor` is None if it was not measured.
+    ratios, to_floor: for each block, raysim's seconds divided by those of the usual and of the
+    tuned loop.
     limit: the largest allowed median of `ratios`.
-    floor: the tuned loop's seconds per round, the median over blocks; None if not measured.
-    to_floor: for each block, raysim's seconds divided by the tuned loop's seconds.
     """
 
     workload: str
@@ -164,11 +156,9 @@ class SharedMemory:
 
     inputs, labels: the samples of all clients, one client after another.
     vector: the shared parameters.
-    sums: [processes, parameters], the weighted sum of the trained models of each process.
-    next_place: the place in the cohort of the next client to train. It is not below the size of the
-    cohort if all clients have started. The value `STOP` ends the processes.
-    start: a semaphore for each process, released at the start of a round.
-    done: a semaphore that each process releases after a round.
+    sums: [processes, parameters], the weighted sum of each process's trained models.
+    next_place: the place in the cohort of the next client to train; `STOP` ends the processes.
+    start, done: a semaphore for each process, released at the start and after the end of a round.
     """
 
     inputs: torch.Tensor
@@ -341,14 +331,9 @@ def _write_profile(
 ) -> None:
     """Train a workload once more with profiled workers; write the profile and print a summary.
 
-    The number of rounds is `workload.rounds` plus `WARM_UP_ROUNDS`, as in a measurement of the
-    workload. A measurement does not time the first `WARM_UP_ROUNDS` rounds.
     name: the workload's name, for the files and their titles.
-    spec: the run of the workload.
-    workload: gives the number of rounds and the number of clients per round.
     workers: the number of Ray workers.
     folder: the folder of the files.
-    show: function that prints the summary.
     """
     from raysim.results import profile
     from raysim.runtime.ray import start_workers
@@ -416,13 +401,10 @@ def _summarise_blocks(
 ) -> LoopResult:
     """Summarise the times of a workload, which were measured in several blocks.
 
-    Two plain PyTorch loops do the same training as raysim. The usual loop uses `torch.optim.SGD`;
-    the tuned loop has no optimizer object.
-    name: the workload's name.
     lanes: the number of clients that a worker of raysim trained at once.
     limit: the largest allowed ratio of raysim's time to the usual loop's time.
-    rows: for each block the seconds per round of raysim, then of the usual loop. If the tuned loop
-    was measured, its seconds come last.
+    rows: for each block the seconds per round of raysim, of the loop with `torch.optim.SGD`, and of
+    the tuned loop if it was measured.
     """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)

@@ -1,11 +1,8 @@
-"""Measure the time of a local step of some methods compared with FedAvg: `raysim bench steps`.
+"""Measure the time of a method's local step compared with FedAvg: `raysim bench steps`.
 
-The benchmark measures a method and FedAvg alternately in one process, and reports the median ratio
-of the two times. Only FRAug is compared with FedBN instead of FedAvg.
-
-For most of the measured methods raysim promises a limit: the largest allowed ratio. The limit is
-computed from the forward passes (cost 1) and backward passes (cost 2) of a step. It is the cost of
-the method's step divided by the cost of FedAvg's step, plus a few percent.
+The method and FedAvg (for FRAug, FedBN) are measured in turns. The result is the median ratio of
+the times. The limit that raysim promises for most methods is the ratio of the passes in a step,
+plus a few percent. A forward pass costs 1, a backward pass 2.
 """
 
 from __future__ import annotations
@@ -78,18 +75,12 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """The time of a method's local step, compared with the same time of a reference method.
+    """The time of a method's local step, compared with FedAvg's (for FRAug, with FedBN's).
 
-    The reference method is FedBN for FRAug, and FedAvg for all other methods. The two times are
-    measured several times, one after the other.
-
-    method: the name of the method.
-    seconds: the seconds of one local step, the median over all measurements. For FedBSS, the
-    seconds of all measured jobs instead of one step.
+    seconds: the median of one local step. For FedBSS, the seconds of all measured jobs.
     ratio: the median of `ratios`.
-    ratios: for each measurement, the method's seconds divided by the seconds of the reference
-    method.
-    limit: the ratio that raysim promises not to exceed; None if raysim promises nothing.
+    ratios: for each measurement, the method's seconds divided by those of the compared method.
+    limit: the ratio that raysim promises not to exceed; None if it promises nothing.
     """
 
     method: str
@@ -183,14 +174,11 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure local steps of several methods, each compared with a reference method.
+    """Measure local steps of FedBSS, FRAug and `METHODS`, each compared with FedAvg or FedBN.
 
-    The measured methods are FedBSS, FRAug and all methods in the table `METHODS`. The reference
-    method is FedBN for FRAug, and FedAvg for all other methods.
-
-    For FedBSS, the time of all jobs after the first round is measured instead of one step. FedAvg
-    then trains on as many samples as FedBSS, and makes the same additional forward passes.
-    blocks: how often each method and its reference method are measured, one after another.
+    FRAug is compared with FedBN. For FedBSS, the time of all jobs after the first round is
+    measured. FedAvg then trains on as many samples, and makes the same additional forward passes.
+    blocks: how often each pair of methods is measured.
     say: function that gets a line each time all methods have been measured once more.
     """
     seconds_per_step()  # the first run is slower, so it is not measured
@@ -212,13 +200,10 @@ def measure_pairs(
 ) -> list[StepCost]:
     """Measure every method and its reference method `blocks` times; return a row per method.
 
-    pairs: for each method, a function that measures once. It returns the seconds of the method and
-    the seconds of its reference method.
-    limits: for each method, the ratio of these seconds that raysim promises not to exceed; None if
-    raysim promises nothing.
-    blocks: how often each pair is measured. All pairs are measured once before any is measured
-    again.
-    say: function that gets a line each time all pairs have been measured once more.
+    Each round of measurements covers all pairs.
+    pairs: for each method, a function that returns the seconds of the method and of its reference.
+    limits: the ratio that raysim promises not to exceed; None if it promises nothing.
+    say: function that gets a line after each round of measurements.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):
