@@ -4,9 +4,9 @@ Source: Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated 
 2025). Clients train both factors, and are scored with their own models.
 
 Departures from the paper
-- The head is averaged, too. With `method=fedsa_lora+fedrep method.fedrep.mode=joint`, each client
-  keeps its own head.
-- A client that never trained has B = 0: the model without adapters.
+- The head is averaged, unless `method=fedsa_lora+fedrep method.fedrep.mode=joint` keeps it on the
+  client.
+- A client that never trained has B = 0.
 """
 
 from __future__ import annotations

@@ -8,18 +8,16 @@ Learning by Seeking Flat Minima" (ECCV 2022):
     adaptive (FedASAM):    eps = rho T^2 g / |T g|
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-F is the loss at the parameters theta, lr the learning rate. T is the absolute value of each
-parameter plus the setting eta. MoFedSAM of Qu et al. is `method=fedsam+fedcm`; method.fedcm.alpha
-is the paper's beta.
+F is the loss at the parameters theta, and T is |theta| + eta. MoFedSAM is `method=fedsam+fedcm`.
 
 Departures from the paper
 - Norms include BatchNorm's weight and bias.
 - F includes the loss terms of other methods. Weight decay, momentum and corrections of the gradient
-  are applied afterwards, at theta.
+  are applied at theta.
 - Stages with another loss use the gradient at theta.
 - Both gradients use the same dropout masks. Only the first forward pass updates BatchNorm's running
   statistics.
-- Clients are weighted by samples. The models of rounds are not averaged (SWA of Caldarola et al.).
+- Clients are weighted by samples. Models of rounds are not averaged (SWA).
 """
 
 from __future__ import annotations
@@ -54,10 +52,9 @@ def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
     """Return FedASAM's shift to a point with a higher loss, [n]: rho T^2 g / norm(T g).
 
-    T is the absolute value of each parameter plus eta. Products are elementwise.
+    T is |params| + eta, elementwise.
 
-    params: the parameters, [n].
-    grad: g, the gradient with respect to `params`, [n].
+    params, grad: the parameters and the gradient g, [n].
     rho: the norm of shift / T.
     """
     scale = params.abs() + eta
@@ -68,7 +65,7 @@ class FedSAM(Method):
     """A method that uses the gradient at a nearby point with a higher loss.
 
     rho: how far this point lies from the model; 0 is FedAvg.
-    adaptive: True uses the point of FedASAM: large parameters are shifted more than small ones.
+    adaptive: True shifts large parameters more than small ones (FedASAM).
     eta: added to the absolute values of the parameters in FedASAM's formula.
     """
 

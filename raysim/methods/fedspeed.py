@@ -2,7 +2,7 @@
 
 Source: Sun et al., "FedSpeed: Larger Local Interval, Less Communication Round, and Higher
 Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and has theta_K after K
-local steps. F is the loss, lr the learning rate, and c_k the client's correction, at first 0:
+local steps. F is the loss, and c_k the client's correction, at first 0:
 
     g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
     theta <- theta - lr (g - c_k + (theta - x^t) / lam)
@@ -12,16 +12,14 @@ local steps. F is the loss, lr the learning rate, and c_k the client's correctio
 The server takes the plain mean of the uploads.
 
 Departures from the paper
-- rho and alpha are separate settings. The paper's experiments use alpha for both.
-- F includes the loss terms of other methods. Other corrections of the gradient, weight decay and
-  momentum are added afterwards.
-- x^t is the model with which training starts. PartialFed mixes it from the received and the
-  client's own model.
+- The paper's experiments use alpha for rho, too.
+- F includes the loss terms of other methods. Corrections of the gradient, weight decay and momentum
+  are added afterwards.
+- With PartialFed, x^t is the mixture with which training starts.
 - Stages with another loss use g_1 in place of g.
 - A method that keeps the trained model (pfedavg, moon) must precede fedspeed in the list of
   methods. Otherwise it keeps the uploaded model.
-- Buffers are averaged without a correction. Only the first forward pass updates BatchNorm's running
-  statistics.
+- Buffers have no correction. Only the first forward pass updates BatchNorm's running statistics.
 """
 
 from __future__ import annotations

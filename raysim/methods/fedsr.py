@@ -8,16 +8,16 @@ normal noise. The loss is
     CE + alpha_l2r mean_b |z_b|
        + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
 
-r_mu and r_sigma, a Gaussian for each class, and the factor s are trained, too.
+The classes' Gaussians r_mu, r_sigma and the factor s are trained, too.
 
 Departures from the paper
 - As in the authors' code, the penalty is the norm, not its square. r_mu, r_sigma and s stay on the
   client, unless share_reference=True.
-- Clients have the run's aggregation weights; in the authors' code, all weights are equal.
+- Clients have the run's aggregation weights; the authors' code has equal weights.
 - local.* decides the order of the data; the authors' code shuffles in each step.
-- As in the authors' code, the log of the mean softmax over `samples` draws of z is scored. Here all
-  inputs have the same draws, made once from the seed.
-- A model that is neither trained nor scored, such as a frozen copy, has the features mu.
+- As in the authors' code, the mean softmax over `samples` draws of z is scored. Here all inputs
+  have the same draws.
+- A frozen copy of the model has the features mu.
 - With Mixup, the KL uses the class of the larger weight.
 """
 
@@ -154,7 +154,7 @@ class FedSR(Method):
     alpha_cmi: the weight of the KL divergence of the features from the Gaussian of their class.
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
-    probabilistic: False is FedL2R: no noise, and the norm is the only penalty.
+    probabilistic: False is FedL2R: no noise, and only the norm as penalty.
     share_reference: True averages the Gaussians and the factor s over the clients.
     """
 

@@ -6,8 +6,8 @@ travel.
 
 Departures from the paper
 - The head is trained and averaged, too.
-- A has peft's initial values (Kaiming, uniform).
-- Virtual time counts a job as if both factors were trained.
+- A has peft's initial values.
+- Virtual time counts both factors as trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FlexLoRA: average the products of the adapters' factors, and split the mean again.
 
 Source: Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
-Client Resources" (NeurIPS 2024), Algorithm 1. A layer's adapter has the product B A. With p_i the
-weight of client i, r = model.lora.rank, and U S V' a singular value decomposition:
+Client Resources" (NeurIPS 2024), Algorithm 1. With p_i the weight of client i, r = model.lora.rank,
+and U S V' a singular value decomposition:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'
@@ -10,8 +10,8 @@ weight of client i, r = model.lora.rank, and U S V' a singular value decompositi
 Client i of rank r_i receives the first r_i columns of B and rows of A.
 
 Departures from the paper
-- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
-  product, and B_i^0 A_i^0 the product that client i received.
+- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0), with the factors B_i^0 and A_i^0
+  that client i received.
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - If P has a rank k below r, rows k + 1 to r of A do not change, and columns k + 1 to r of B become
@@ -54,8 +54,8 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
-    Row i of A belongs to the i-th largest singular value, and has the norm 1. If left @ right has a
-    rank k below r, rows k + 1 to r of A are those of `old_a`, and columns k + 1 to r of B are 0.
+    Rows of A have the norm 1 and the order of the singular values. If left @ right has a rank k
+    below r, rows k + 1 to r of A are those of `old_a`, and columns k + 1 to r of B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].

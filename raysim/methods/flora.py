@@ -1,21 +1,20 @@
 """FLoRA: stack the factors of all clients, and add their product to the frozen weights.
 
 Source: Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
-Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s B A (see
-`raysim/models/lora.py`), and client i has the weight p_i:
+Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s B A, and client i has the
+weight p_i:
 
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
-The sum is exact for any ranks. Traffic and virtual time count the stack that a client receives and
-the factors that it sends, but not W0.
+Traffic and virtual time count the received stack and the sent factors, but not W0.
 
 Departures from the paper
-- A client may miss rounds, but traffic counts only one stack for each job.
-- The counted stack has the largest number of updates, with the mean rank of all clients. A layer's
-  stack counts at most as much as the layer's weight.
-- For the first version, traffic counts no factors: B is 0, and clients draw A from a seed.
-- The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
+- A client may miss rounds, but a job counts only one stack.
+- The counted stack has the largest number of updates, with the mean rank of all clients. In a layer
+  it is at most the size of the weight.
+- The first version counts no factors: B is 0, and clients draw A from a seed.
+- The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.
 """

@@ -21,19 +21,17 @@ Each batch takes three optimizer steps. The networks that a step does not train 
 D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
-- The authors' code gives the weights of the three cross-entropies, which are illegible in the
-  paper. As in this code, prototypes start at 0, mu is constant, and rho and beta depend on the
-  round, not on the step. D is over all classes together; a batch of one sample is left out.
-- noise="uniform" is the noise of the authors' code, prototype_ramp=True the mu of a work that the
-  paper cites. The metric "mmd_classes" computes D for each class, as in the paper's text.
+- The paper's weights of the cross-entropies are illegible; these are from the authors' code. As
+  there, prototypes start at 0, mu is constant, and rho and beta are constant in a round. D is over
+  all classes together, and a batch of one sample is left out.
+- noise="uniform" is the noise of the authors' code, prototype_ramp=True the mu of a cited work. The
+  metric "mmd_classes" computes D for each class, as in the paper's text.
 - After round T, the setting `rounds`, rho and beta are constant.
 - The paper chose gamma for T = 300. With a smaller T, use ramp_rounds=300.
-- The norm of generated features is not limited, and can become large, above all with
-  generator_metric="mse". The run warns if it is more than 10 times the norm of real features. A
-  smaller lambda_G or learning rate of the generator helps.
+- The norm of generated features has no limit. The run warns above 10 times the norm of real
+  features. A smaller lambda_G or learning rate of the generator helps.
 - BatchNorm layers are found by type. The names in the authors' code miss the shortcuts of a ResNet.
-- The learning rates of generator and RTNet are multiples of local.lr. Their optimizers are
-  otherwise the local optimizer.
+- The optimizers of generator and RTNet have multiples of local.lr, otherwise the local settings.
 """
 
 from __future__ import annotations
@@ -134,10 +132,10 @@ def rtnet_loss(
 
         lam/2 [dist(v~, f) + dist(v^, c)] - 1/2 [entropy(h(v~)) + entropy(h(v^))]
 
-    domain_embeddings: v~, [B, D], the features that RTNet made around real features.
+    domain_embeddings: v~, [B, D], made around the real features.
     real_embeddings: f, [B, D].
-    proto_embeddings: v^, [B, D], the features that RTNet made around class prototypes.
-    anchors: c, [B, D], these prototypes.
+    proto_embeddings: v^, [B, D], made around the anchors.
+    anchors: c, [B, D], class prototypes.
     head_weight, head_bias: of the classifier's linear head h, [C, D] and [C].
     metric: the distance dist, by its name in `feature_distance`.
     real_labels, proto_labels: int64 [B], only for "mmd_classes".
@@ -186,9 +184,8 @@ def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
 class FRAug(Method):
     """FedBN with two additional neural networks that make synthetic features for training.
 
-    A synthetic feature vector is an anchor plus rho times RTNet's output for a generated vector.
-    The anchor is the features of a real sample, or the prototype of a class. The module gives the
-    formulas.
+    The module's docstring has the formulas. A synthetic feature vector is an anchor plus rho times
+    RTNet's output. The anchor is a real feature vector or a class prototype.
 
     rounds: T, the number of rounds after which rho and beta stay constant. The configuration sets
     it; None is an error if a setting needs T.
@@ -206,10 +203,10 @@ class FRAug(Method):
     ramp: rho in round t: exp(gamma (t - T)) for "exp", exp(-gamma (1 - t/T)^2) for "laine_aila", 1
     - 1 / (gamma t + 1) for "reciprocal", 1/2 for "constant".
     gamma: the constant in the formula of `ramp`.
-    ramp_rounds: the number of rounds for which gamma was chosen. gamma is multiplied by ramp_rounds
-    / T, except for "laine_aila". None does not change gamma.
+    ramp_rounds: multiplies gamma by ramp_rounds / T, except for "laine_aila". None does not change
+    gamma.
     weight: the upper limit of beta, the weight of synthetic features in the classifier's loss.
-    residual: replaces rho in the synthetic features of the classifier's loss; None uses rho.
+    residual: replaces rho in the classifier's loss; None uses rho.
     prototype_weight: mu, the weight of a batch in a prototype.
     prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2).
     use_generator: False lets RTNet transform the noise itself.
@@ -217,8 +214,7 @@ class FRAug(Method):
     authors' code.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
-    The paper's Table 3 removes components: use_generator=False, use_rtnet=False, prototype_weight=1
-    (moving average) and residual=1 (smoothing).
+    The paper's Table 3 has use_generator=False, use_rtnet=False, prototype_weight=1 and residual=1.
     """
 
     name = "fraug"

@@ -7,7 +7,7 @@ z starts as the weighted mean, and is replaced `steps` times by
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 
-with g_i the updates and a_i their weights.
+with updates g_i and weights a_i.
 
 Departures from the paper
 - BatchNorm's statistics are averaged as in FedAvg.
@@ -34,9 +34,9 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
     """Return weights [m]; the mean of m updates with these weights is their geometric median.
 
     products: the Gram matrix of the updates, float64 [m, m].
-    weights: [m], the weights of the updates in FedAvg's mean.
+    weights: [m], as in FedAvg's mean.
     steps: the number of iterations; with 0 the result is `weights`.
-    nu: a distance to the median below nu counts as nu.
+    nu: a smaller distance to the median counts as nu.
     """
     b = weights
     for _ in range(steps):

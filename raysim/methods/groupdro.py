@@ -9,10 +9,10 @@ The server averages the participants' models with the weights q_i / sum_j q_j.
 
 Departures from the paper
 - A group is a client, not a set of samples.
-- l_i is the task loss of the received model on the first local batch, as in FedBR's code. With
-  batches="all", it is the mean loss over all local steps.
-- FedBR's code keeps q_i for the i-th participant of a round, which is another client in each round.
-- FedBR's code always uses Mixup, and momentum across rounds. Here both are separate choices.
+- l_i is the task loss of the first local batch, as in FedBR's code, or with batches="all" of all
+  local steps.
+- FedBR's code keeps q_i for the i-th participant of a round, which is not always the same client.
+- Mixup and momentum, which FedBR's code always uses, are separate choices.
 """
 
 from __future__ import annotations

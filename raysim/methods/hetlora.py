@@ -17,9 +17,8 @@ Choices that the paper leaves open
 Departures from the paper
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - p_i multiplies the weight that the run and other methods give client i. It also applies to the
-  head, which is trained and averaged.
-- A client keeps its pruned rank as client state. Virtual time and traffic count the initial rank;
-  the paper's server sends matrices of the pruned rank.
+  head, which is averaged.
+- A client keeps its pruned rank as client state. Virtual time and traffic count the initial rank.
 """
 
 from __future__ import annotations
@@ -87,14 +86,13 @@ def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
 class HetLoRA(Method):
     """A method that averages adapters of different ranks, whose factors are padded with zeros.
 
-    ranks: the initial ranks of the clients. None gives all clients model.lora.rank. From a list,
-    each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
-    {phone_low: 2, tablet: 8}.
+    ranks: the initial ranks of the clients; None gives all model.lora.rank. From a list, each
+    client draws its rank. A mapping has a rank for each kind of device, such as {phone_low: 2,
+    tablet: 8}.
     sparsity: True multiplies a client's weight by the norm of its product B A.
     lam: the weight of a penalty on the last ranks; a client removes them if training lowers it. 0
     switches this off.
-    gamma: the first floor(gamma * r) of r ranks have no penalty and are kept. At least one rank is
-    always kept.
+    gamma: the first floor(gamma * r) of r ranks, but at least one, are kept.
     """
 
     name = "hetlora"

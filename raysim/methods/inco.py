@@ -1,15 +1,15 @@
 """InCo: mix the mean update of a shallow layer into the mean updates of similar deeper layers.
 
 Source: Chan et al., "Internal Cross-layer Gradients for Extending Homogeneity to Heterogeneity in
-Federated Learning" (ICLR 2024). Let g be the mean update of a tensor, and g0 the mean update of its
-*source*, a shallower tensor. For each kernel of a convolution:
+Federated Learning" (ICLR 2024). Let g be the mean update of a tensor, and g0 that of its *source*,
+a shallower tensor. For each kernel of a convolution:
 
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-Sources, by torchvision's names: for a convolution of block 1, 2, ... in `layer1` it is
-`layer1.0.conv2` if the shapes are equal, otherwise the convolution of the same name in `layer1.0`.
-In transformers, the source of a block's norm2 is its norm1.
+In residual networks with torchvision's names, the source of a convolution is in block 0 of the same
+group of blocks, such as `layer1.0`. It is conv2 if the shapes are equal, otherwise the convolution
+of the same name. In transformers, the source of norm2 is norm1.
 
 Departures from the paper
 - As in the authors' code, all updates with a source are changed, theta is clamped, g' is clipped,
@@ -64,8 +64,7 @@ def cross_layer_gradient(
 
     granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
     whole tensor as one vector.
-    align: "conflict" mixes only slices whose inner product with that of `source` is negative;
-    "always" mixes all.
+    align: "conflict" mixes only slices whose inner product is negative; "always" mixes all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
     value_clip: the largest absolute value of the result; None for no bound.
     """
@@ -180,13 +179,11 @@ class InCo(Method):
 
     granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
     as one vector.
-    align: "conflict" mixes only if the inner product of the two updates is negative; "always" mixes
-    all.
-    clamp_max: the largest weight of the shallow layer's update; the deeper layer's update has the
-    weight 1.
+    align: "conflict" mixes only updates with a negative inner product; "always" mixes all.
+    clamp_max: the largest weight of the shallow update; the deeper update has the weight 1.
     value_clip: the largest absolute value in the update of a deeper layer, even if it was not
     mixed; None for no bound.
-    eps: a small number that keeps denominators above 0.
+    eps: keeps denominators above 0.
     """
 
     name = "inco"

@@ -3,12 +3,11 @@
 Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent"
 (NeurIPS 2017). Of n updates, f may be arbitrary. The score of update i is the sum of |g_i - g_j|^2
 over the n - f - 2 updates closest to it. Krum uses the update with the least score, Multi-Krum the
-mean of the `selected` updates with the least scores. Both withstand f arbitrary updates if 2 f + 2
-< n.
+mean of the `selected` updates with the least scores. Both are robust if 2 f + 2 < n.
 
 Departures from the paper
 - If n - f - 2 is below 1, a score has only the closest update. Of equal scores, the first in the
-  order of aggregation wins.
+  order of aggregation is used.
 - Weights have no effect, except that an update of weight 0 is left out. BatchNorm's statistics are
   averaged as in FedAvg.
 """

@@ -1,13 +1,11 @@
 """Local training: every client keeps its own model, and nothing is exchanged.
 
-A useful method scores higher than this baseline.
-
 Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (ICML 2023).
 
 Departures from the papers
-- The optimizer starts again in each job, as in FedAvg. keep_optimizer=True keeps its buffers.
-- A client trains when it is sampled, so with schedule.cohort equal to the number of clients in each
-  round.
+- The optimizer starts again in each job, as in FedAvg, unless keep_optimizer=True.
+- A client trains only when it is sampled. All clients train in each round if schedule.cohort is
+  their number.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
     """Refuse runs in which the server cannot replace the factors A and B of the adapters.
 
-    A method whose server splits products B A into new factors calls this function. It excludes the
-    methods in `KEEPERS`, which store a value for each entry of A and B. It also refuses adapters of
-    grouped convolutions, because B A does not have their weight's shape.
+    Methods whose server splits products B A into new factors call this function. It refuses the
+    methods in `KEEPERS`, which store a value for each entry of A and B. It also refuses grouped
+    convolutions, because B A does not have their shape.
     """
     for other in KEEPERS:
         run.excludes(
@@ -176,8 +176,8 @@ class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
     of_client: int [clients]; a single entry if `is_equal` is True.
-    sizes: for each adapter, its rank in the model, and the number of floats in a row of A and a
-    column of B together.
+    sizes: for each adapter, its rank in the model, and the floats of a row of A and a column of B
+    together.
     is_equal: True if all clients have the rank of the model.
     """
 

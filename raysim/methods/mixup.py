@@ -7,10 +7,9 @@ Appendix A) uses it:
     lam ~ Beta(alpha, alpha), alpha = 0.2
 
 Departures from the paper
-- pi is a random permutation of the local batch, as in FedBR. DomainBed pairs batches of different
-  domains.
-- A batch has one lam, which is not replaced by max(lam, 1 - lam).
-- Inputs are mixed after augmentation and normalisation. The original batch is not trained.
+- pi is a random permutation of the local batch; DomainBed pairs batches of different domains.
+- A batch has one lam, not max(lam, 1 - lam).
+- Inputs are mixed after augmentation and normalisation. Only the mixed batch is trained.
 """
 
 from __future__ import annotations

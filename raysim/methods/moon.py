@@ -1,15 +1,15 @@
 """MOON: pull features towards those of the received model, away from the client's last model.
 
-Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). For
-the same inputs, z are the features of the trained model, z_g of the received model and z_p of a
-previous local model:
+Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). z are
+the features of the trained model, z_g of the received model and z_p of a previous local model, for
+the same inputs:
 
     l_con = -log exp(cos(z, z_g) / tau) / (exp(cos(z, z_g) / tau) + sum_p exp(cos(z, z_p) / tau))
     loss  = cross-entropy + mu l_con
 
 Departures from the paper
 - A client's first job has no l_con. The authors' code uses a random previous model.
-- The received model and the previous models are in eval mode, as in the authors' code.
+- The received and previous models are in eval mode, as in the authors' code.
 - FedBR's code of MOON never updates the previous model. This error is not copied.
 """
 
@@ -56,15 +56,13 @@ def model_contrastive_loss(
 class Moon(Method):
     """A method that pulls features to those of the received model, away from previous models.
 
-    A previous model is the trained model of an earlier job of the client.
-
     mu: the weight of the contrastive loss.
     temperature: tau; cosines between features are divided by it.
-    head: "mlp" compares the outputs of a projection of two linear layers, which it adds to the
-    model. "none" compares the features.
+    head: "mlp" adds a projection of two linear layers and compares its outputs. "none" compares the
+    features.
     width: the hidden units of the projection; None means as many as the model has features.
     out: the outputs of the projection.
-    previous: the number of previous models.
+    previous: the number of earlier jobs of a client whose trained models are used.
     """
 
     name = "moon"

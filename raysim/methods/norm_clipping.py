@@ -8,7 +8,7 @@ with x the server's model, g_i the updates and w_i their weights.
 
 Departures from the paper
 - No noise is added.
-- Norms are over trainable parameters; BatchNorm's statistics are averaged as in FedAvg.
+- BatchNorm's statistics are not in the norm, and are averaged as in FedAvg.
 """
 
 from __future__ import annotations

@@ -6,22 +6,21 @@ trained last, and u_l in {0, 1} the choice for layer l. Training starts from
 
     theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
-The whole model is then trained, uploaded and averaged as in FedAvg. With PartialFed-Fix, the
-setting `strategy` decides u. With PartialFed-Adaptive, each client learns u by training the logits
-pi [L, 2] of a policy, while the model is constant. In this training, u is column 0 of softmax((pi +
-Gumbel noise) / tau). Afterwards a layer is loaded if pi_l0 >= pi_l1.
+The whole model is trained and averaged as in FedAvg. With PartialFed-Fix, the setting `strategy`
+decides u. With PartialFed-Adaptive, each client trains the logits pi [L, 2] of a policy, while the
+model is constant. Then u is column 0 of softmax((pi + Gumbel noise) / tau). Afterwards a layer is
+loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
-- The training of the policy is a reconstruction: no code was released, and the paper's text was not
-  available.
+- The training of the policy is a reconstruction: code and text of the paper were not available.
 - A layer is a module that directly has parameters or buffers. Networks of other methods are always
   loaded.
 - If all clients have their first job in the same round, strategy=none is local training, and
   strategy=no_bn is FedBN.
 - The policy is trained with the task loss alone, on samples without augmentation, in eval mode.
   BatchNorm's running statistics are mixed like parameters.
-- FedProx, SCAFFOLD and MOON use theta as the received model. But an update is the trained model
-  minus the model that the server sent.
+- FedProx, SCAFFOLD and MOON use theta as the received model. An update is still the difference from
+  the sent model.
 - The whole model travels in both directions.
 """
 
@@ -123,17 +122,17 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: the layers that a client loads from the server. "bottom_up" loads the first
-    `num_loaded` layers, "top_down" the last ones. "no_bn" and "no_classifier" load all but
-    BatchNorm and the head, "no_bn_no_classifier" all but both. "all" loads every layer, "none" no
-    layer. With "adaptive", each client learns which layers to load.
+    strategy: the layers that a client loads. "bottom_up" loads the first `num_loaded` layers,
+    "top_down" the last ones. "no_bn" and "no_classifier" load all but BatchNorm and the head,
+    "no_bn_no_classifier" all but both. "all" loads every layer, "none" no layer. With "adaptive",
+    each client learns the choice.
     num_loaded: only for "bottom_up" and "top_down"; otherwise None.
     max_staleness: a client loads all layers if more versions have passed since its last base
     version. None sets no limit.
-    policy_steps, policy_lr, policy_batch: for "adaptive", the number of Adam steps in each job,
-    their learning rate and the number of samples in each step.
-    temperature, decay, floor: for "adaptive", the policy's softmax has the temperature max(floor,
-    temperature * decay^v) in version v.
+    policy_steps, policy_lr, policy_batch: for "adaptive", the Adam steps in each job, their
+    learning rate and their samples.
+    temperature, decay, floor: for "adaptive", the temperature is max(floor, temperature * decay^v)
+    in version v.
     sample_decision: True adds noise to the policy's logits when layers are chosen.
     """
 

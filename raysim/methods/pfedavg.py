@@ -1,7 +1,7 @@
 """pFedAvg: train FedAvg, and score each client with a model that is adapted to its own data.
 
-Source: a baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), which gives no equation. It
-is not Per-FedAvg, the meta-learning method. With w the shared model, client k's own model v_k is
+Source: a baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), not the meta-learning
+method Per-FedAvg. With w the shared model, client k's own model v_k is
 
     after_local      v_k = the model that client k trained last, even if it was many rounds ago
     finetune         v_k = w after some epochs on the client's data; only for the evaluation
@@ -11,8 +11,8 @@ Departures from the paper
 - The paper does not name its mode, so a reported result must.
 - The accuracy of v_k is the column `accuracy` with mode=after_local, otherwise
   `accuracy_finetuned`.
-- Fine-tuning has a new optimizer with the run's settings, the current learning rate and the run's
-  batch size. The loss is the task loss alone. BatchNorm is in train mode.
+- Fine-tuning uses a new optimizer with the run's settings and current learning rate, and the task
+  loss alone. BatchNorm is in train mode.
 - With head_only=True, only the head is fine-tuned, and the extractor is in eval mode.
 - With mode=after_local, a client that never trained is scored with the shared model.
 """

@@ -1,22 +1,21 @@
 """pFedMe: train on each client a personal model that is pulled to the shared model.
 
 Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
-2020), Algorithm 1. A job starts with w = x, the shared model. On each batch, with f the loss of the
-batch and theta the personal model:
+2020), Algorithm 1. A job starts with w = x, the shared model. On each batch, with the loss f and
+the personal model theta:
 
     theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
     w <- w - eta lam (w - theta)
     x <- (1 - beta) x + beta mean(w)            on the server, over the participants
 
-A client is scored with the theta of its last batch; without one, with the shared model.
+A client is scored with its last theta; without one, with the shared model.
 
 Departures from the paper
-- lam (w - theta) is used as the gradient of w. eta is local.lr. Weight decay, momentum, clipping
-  and corrections of other methods also apply.
+- lam (w - theta) is the gradient of w, so weight decay, momentum, clipping and corrections of other
+  methods apply. eta is local.lr.
 - f includes the loss terms of other methods.
 - If local.lr * lam is above 1, w overshoots theta.
-- Only the first forward pass on a batch updates BatchNorm's running statistics. theta is scored
-  with those after the client's last job.
+- Only the first forward pass on a batch updates BatchNorm's running statistics.
 - beta applies to parameters only; buffers are averaged.
 """
 

@@ -41,15 +41,15 @@ SamplingRule: TypeAlias = Literal["balanced", "unbalanced", "classes"]
 class PseudoData:
     """Settings of a run's pseudo-data, which the server sends to clients: means of samples.
 
-    kind: "rsm" makes means of clients' samples, "mixture" makes means of the public `proxy` set.
+    kind: "rsm" makes means of clients' samples, "mixture" of the public `proxy` set.
     rows: the number of means.
     means_per_client: for "rsm", the number of means that each client sends before round 0.
     refresh: "round" draws new means in every round, as in the paper; "once" only at the start, as
     in the released code.
-    sources: the rule by which samples are drawn; see the module's docstring.
-    fresh: True computes new means in each job from all clients' raw samples, and sends nothing
-    before round 0. A real system could not do this.
-    proxy: the source of the public set, for "mixture"; None if there is none.
+    sources: a rule that the module's docstring describes.
+    fresh: True computes new means in each job from all clients' raw samples. A real system could
+    not do this.
+    proxy: the source of the public set, for "mixture".
     Raises ValueError for settings that do not fit together.
     """
 

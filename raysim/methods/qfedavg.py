@@ -1,20 +1,18 @@
 """q-FedAvg: weight each client by its loss to the power q, so that accuracies become more equal.
 
 Source: Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR
-2020), Algorithm 2. F_i is the loss of the received model on all training samples of client i, D_i
-the client's update, eta the learning rate, and L = 1 / eta:
+2020), Algorithm 2. F_i is the loss of the received model on client i's training samples, D_i the
+client's update, and L = 1 / learning rate:
 
     x <- x + sum_i L F_i^q D_i / sum_i h_i
     h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q
-
-q = 0 is the mean of updates.
 
 Departures from the paper
 - The terms of both sums have weights, equal by default.
 - F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
-- eta is the learning rate of the job. |D_i| is over the shared trainable parameters.
-- Each client uploads F_i and L |D_i|^2, because the server does not know eta.
+- |D_i| is over the shared trainable parameters.
+- Each client uploads F_i and L |D_i|^2.
 - Buffers are averaged with the weights F_i^q.
 """
 

@@ -15,7 +15,7 @@ RampForm: TypeAlias = Literal["exp", "laine_aila", "reciprocal", "constant"]
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
     """Return the weight of a round, between 0 and 1; later rounds never have smaller weights.
 
-    step: the current round s, at least 0 and, for "exp", at most T.
+    step: the round s, from 0; for "exp" at most T.
     total_steps: T.
     form: the formula:
 

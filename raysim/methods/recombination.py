@@ -59,14 +59,13 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Mix the m updates by a matrix, and return the weighted mean: [layout.trained].
+    """Mix the updates g by a matrix C, and return the mean with weights w: [layout.trained].
 
         sum_i w_i sum_j C_ij g_j / aggregation.divisor
 
-    g_j are the updates, w_i their weights. With the identity matrix as C, the result is
-    bit-identical to FedAvg's.
-    granularity: "model" computes one C for whole updates; "tensor" computes one for each tensor.
-    coefficients: a function from the Gram matrix [m, m] of the updates to C, float64 [m, m].
+    With the identity matrix, the result is bit-identical to FedAvg's.
+    granularity: "model" computes one C for whole updates, "tensor" one for each tensor.
+    coefficients: maps the Gram matrix [m, m] of the updates to C, float64 [m, m].
     """
     rows = parameters_of(aggregation, server)
     weights = torch.tensor(aggregation.weights, dtype=torch.float64)

@@ -7,18 +7,15 @@ Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Feder
     c_i+ = c_i - c + (x - y) / (K eta)                   Option II
     c <- c + (1/N) sum_{i in S} (c_i+ - c_i)             N: all clients, not only the participants
 
-g is the gradient of a local step. The control variates c_i of client i and c of the server estimate
-the gradient of the client and the mean of all clients. c_i+ is the next c_i. x are the received and
-y the trained parameters, K is the number of local steps, eta their learning rate, and S the set of
-participants.
+g is the gradient of a local step. The control variates c_i and c estimate the gradient of client i
+and the mean gradient; c_i+ is the next c_i. x are the received and y the trained parameters, after
+K steps with learning rate eta. S are the participants.
 
 Departures from the paper
 - With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), as in FedNTD's
-  code. With K itself and rho = 0.9, c_i would be up to ten times too large. The paper has no
-  momentum.
-- Control variates exist for trainable parameters only; buffers are averaged as in FedAvg.
-- Models and control variates are averaged uniformly, as in the paper; FedNTD's code weights the
-  models by samples.
+  code. With K itself, c_i would be too large.
+- Buffers have no control variates, and are averaged as in FedAvg.
+- Models are averaged uniformly, as in the paper; FedNTD's code weights them by samples.
 """
 
 from __future__ import annotations

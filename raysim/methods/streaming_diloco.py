@@ -1,8 +1,8 @@
 """Streaming DiLoCo: divide the model into fragments, and synchronise one of them in each job.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
-Free Lunch" (2025), Algorithm 2. A job that starts from version v sends fragment v mod P of P
-fragments. This fragment is *due* in version v. Symbols:
+Free Lunch" (2025), Algorithm 2. With P fragments, fragment v mod P is *due* in version v. A job
+that starts from version v sends it. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate
@@ -21,15 +21,14 @@ Algorithm:
                 x_p <- x_p + eta (d_p + beta u_p)
 
 Departures from the paper
-- Training waits while a fragment is exchanged (tau = 0). Clients replace their values by the
-  received ones (alpha = 0).
-- Clients use `local.optimizer`, which need not be AdamW. Its state starts again in each job, unless
+- Training waits while a fragment is exchanged (tau = 0), and received values replace those of the
+  client (alpha = 0).
+- Clients use `local.optimizer`. Its state starts again in each job, unless
   local.keep_optimizer=true.
-- A value travels as a float of 32 bits; the paper's have 4 bits.
-- Updates of one aggregation may be stale and belong to several fragments. Each fragment moves by
-  the mean of its updates.
-- The number of floats that a client receives is an estimate: k earlier jobs count as if they
-  started from the versions 0 to k - 1.
+- Values travel as 32 bits, not 4 bits.
+- Each fragment moves by the mean of its updates, even if some updates are stale.
+- The traffic to clients is an estimate: k earlier jobs count as if they started from the versions 0
+  to k - 1.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[sl
     """Return the slices of the vector that belong to each fragment, which consists of whole layers.
 
     A layer's name is the name of its parameters up to the first number, such as
-    "model.net.blocks.0"; without a number, it is the module's name. With fewer layers than
-    fragments, some fragments are empty.
+    "model.net.blocks.0"; without a number, their module. With fewer layers than fragments, some
+    fragments are empty.
 
     pattern: "strided" puts layer i into fragment i mod count; "sequential" keeps neighbouring
     layers together.

@@ -1,13 +1,13 @@
 """Trimmed mean: average the changes of each parameter without the largest and smallest ones.
 
-Of the m changes of a parameter, the k largest and the k smallest are left out. k is m times the
-setting `share`, rounded down. The result is robust if at most k updates are malicious.
+Of m changes, the k largest and the k smallest are left out. k is m times the setting `share`,
+rounded down. The result is robust if at most k updates are malicious.
 
 Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
-2018), Definition 2 and Algorithm 1, option II.
+2018), Algorithm 1, option II.
 
 Departures from the paper
-- Updates of weight 0 are left out; all other weights have no effect.
+- Updates of weight 0 are left out; other weights have no effect.
 - BatchNorm's statistics are averaged as in FedAvg.
 """
 

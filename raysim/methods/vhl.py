@@ -1,7 +1,5 @@
 """VHL: train all clients also on the same labelled noise, and align real features with it.
 
-This makes the features of all clients similar.
-
 Source: Tang et al., "Virtual Homogeneity Learning: Defending against Data Heterogeneity in
 Federated Learning" (ICML 2022). h are the features in front of the classifier, divided by their
 norm, y the labels, and T the temperature. v marks the noise, called virtual images:
@@ -11,22 +9,21 @@ norm, y the labels, and T the temperature. v marks the noise, called virtual ima
     loss     = CE(x, y) + alpha CE(x_v, y_v)
                + gamma SC([h; h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-CE is the cross-entropy. P_i are the other rows with the label l_i; without such rows, row i adds 0.
-In the term with gamma, h_v is a constant.
+CE is the cross-entropy. P_i are the other rows with the label l_i; without any, row i adds 0. In
+the term with gamma, h_v is a constant.
 
 Departures from the paper
 - With label_mode="extra", virtual images have classes of their own, as in the authors' code. The
-  model has two outputs for each class; the larger one is used in evaluation. With "shared", they
-  have the real classes, as in FedBR's code.
-- The noise comes from the authors' simple noise generator; their untrained StyleGAN is left out.
-  Each channel of all virtual images is standardised; the authors clip to [0, 1].
-- A step draws its virtual images without replacement, pads them with zeros and crops them.
+  model has two outputs for each class; evaluation uses the larger one. With "shared", they have the
+  real classes, as in FedBR's code.
+- The authors' untrained StyleGAN is left out. Each channel of the noise is standardised, not
+  clipped to [0, 1].
+- A step pads and crops its virtual images.
 - If another method changes the inputs (Mixup, FedMix), CE(x, y) uses the changed images. A second
-  forward pass of real and virtual images gives all other terms, as in FedBR's code. It updates
-  BatchNorm's statistics, too.
+  forward pass gives all other terms, as in FedBR's code, and updates BatchNorm's statistics, too.
 - BatchNorm's running statistics come from real and virtual images. Therefore the data should be
   normalised.
-- The authors' distance between domains has weight 0 in their code and is left out.
+- The authors' distance between domains, which has weight 0, is left out.
 """
 
 from __future__ import annotations
@@ -163,13 +160,12 @@ class Vhl(Method):
 
     alpha: the weight of the cross-entropy of virtual images.
     gamma: the weight of the contrastive loss over real and virtual features.
-    kappa: the weight of the contrastive loss over virtual features only.
+    kappa: the weight of the contrastive loss over virtual features.
     temperature: the temperature of the contrastive losses.
     virtual: the number of virtual images.
     virtual_batch: the number of virtual images in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
-    align_epochs: features are aligned in the first epochs of a job, or in all steps with
-    local.steps.
+    align_epochs: the first epochs of a job align features; with local.steps, all steps do.
     """
 
     name = "vhl"

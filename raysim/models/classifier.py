@@ -50,7 +50,6 @@ class ModelRecipe:
     """A recipe: the settings of a neural network, and the function `build` that makes it.
 
     A subclass overrides `extractor`, or `network` if there is no extractor with a linear head.
-    lora: the settings of the adapters; by default there are none.
     reads: the inputs of the networks: "images" [channels, height, width], "tokens" (token numbers),
     "numbers" of any shape, or "any" of these.
     """
@@ -88,8 +87,7 @@ class ModelRecipe:
         take inputs of this shape.
         input_shape: the shape of one sample.
         num_classes: the number of classes, or of values that a regression predicts.
-        tokens: the size of the vocabulary and the number of the padding token; None if inputs are
-        not token numbers.
+        tokens: the vocabulary's size and padding token; None if inputs are not token numbers.
         """
         self._check_inputs(input_shape, tokens)
         with torch.random.fork_rng(devices=[]):

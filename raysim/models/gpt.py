@@ -25,10 +25,10 @@ class Gpt(ModelRecipe):
     influence.
 
     width: the number of features of a token.
-    heads: the number of attention heads of a block.
-    blocks: the number of transformer blocks.
+    heads: the attention heads of a block.
+    blocks: the transformer blocks.
     dropout: the dropout rate.
-    tied: True uses the tokens' embedding also as the weights of the output layer.
+    tied: True uses the tokens' embedding also in the output layer.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"

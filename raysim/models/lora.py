@@ -1,8 +1,8 @@
 """Add low-rank adapters (LoRA, Hu et al. 2022) with the package peft.
 
 A layer with the frozen weight W0 [m, n] uses W0 + s B A instead. A [r, n] and B [m, r] are trained;
-r is the rank, and s is alpha / r. A starts with random values and B with zeros; in an embedding it
-is the reverse. In a convolution, n is the number of input channels times the size of a window.
+r is the rank, and s is alpha / r. At first B is 0 and A random; in an embedding, A is 0 and B
+random. A convolution's n is its input channels times its window's size.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ADAPTER, ADAPTED = ".lora_", ".base_layer."
 class Lora:
     """The settings of low-rank adapters.
 
-    rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
+    rank: 0 means no adapters, and all parameters are trained.
     alpha: the product of an adapter's matrices is multiplied by alpha / rank.
     dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
     layer in front of the head, or every convolution if there is no linear layer. None leaves out
     layers narrower than the rank, the output layer of a language model, and grouped convolutions.
-    base: the storage type of the frozen weights of linear layers, convolutions and embeddings.
-    "nf4" stores 4 bits for each number; embeddings are then bfloat16.
+    base: the storage type of frozen weights. "nf4" stores 4 bits for each number; embeddings are
+    then bfloat16.
     """
 
     rank: int = 0
@@ -189,7 +189,7 @@ def _named_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
     """Return the full names of the layers that `model.lora.layers` selects.
 
     An entry selects all layers whose name is the entry, or ends with "." and the entry.
-    inner: the model without its head; the whole model if it has no separate head.
+    inner: the model, without a separate head.
     place: words for errors: where in the model these layers are.
     Raises ValueError if an entry selects no layer, there is no entry, or a layer is narrower than
     the rank.

@@ -1,14 +1,13 @@
 """Store the frozen weights of a network in bfloat16 or in 4 bits, to save memory.
 
-A layer converts its weight for each forward and backward pass, so only one converted weight exists
-at a time.
+Each pass through a layer converts its weight, so only one converted weight exists at a time.
 
 The 4-bit type is NF4 of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIPS
-2023). An entry is stored as the number of one of 16 levels, quantiles of the normal distribution.
-Its value is this level times a scale, the largest absolute value of 64 entries.
+2023). An entry is one of 16 levels, quantiles of the normal distribution, times the largest
+absolute value of 64 entries.
 
 Departures from the paper
-- Scales are stored in float32. The paper stores them in 8 bits (double quantization).
+- Scales are stored in float32, not in 8 bits (double quantization).
 - Embeddings, and weights that a layer shares with an embedding, are stored in bfloat16.
 """
 

@@ -21,11 +21,11 @@ UNetNorm: TypeAlias = Literal["none", "batch", "group"]
 class UNet(ModelRecipe):
     """A recipe for the network of Ronneberger et al. 2015, with padded convolutions.
 
-    The labels are classes per pixel. The paper has width 64, 4 levels and no norm.
+    Labels are classes per pixel. The paper has width 64, 4 levels and no norm.
 
     width: the channels of the first level; each level below has twice as many.
-    levels: how often the image is halved; height and width must be divisible by 2 ** levels.
-    norm: the normalisation layer after each 3x3 convolution; "group" has up to 8 groups.
+    levels: height and width must be divisible by 2 ** levels.
+    norm: the normalisation after each 3x3 convolution; "group" has up to 8 groups.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

@@ -107,13 +107,13 @@ class Timm(ExternalModel):
 class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
-    name: a local folder or a name on the hub with the model's configuration. A type of model, such
-    as "bert", takes this type's default configuration.
+    name: a local folder or a name on the hub with the model's configuration. A type, such as
+    "bert", takes this type's default configuration.
     pretrained: True loads the weights of that folder or name. With another number of classes, the
     head gets random weights.
     options: values that replace those of the model's configuration.
-    task: "classify" returns a logit for each class of a sequence or an image, [B, C]. "causal"
-    returns logits of the next token at T positions, [B, C, T].
+    task: "classify" returns logits [B, C] of a sequence or an image. "causal" returns logits of the
+    next token at T positions, [B, C, T].
     """
 
     name: str
@@ -328,10 +328,8 @@ def _check_shapes(
     """Raise ValueError if pretrained weights have other shapes than the weights of the model.
 
     name: `model.name`, for the error.
-    mismatched: for each weight with another shape: its name, its shape in the file, and its shape
-    in the model.
-    head_size: the number of outputs of the head, which may differ; None requires equal shapes
-    there, too.
+    mismatched: names of weights with their shapes in the file and in the model.
+    head_size: the outputs of the head, which may differ; None requires equal shapes there, too.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):

@@ -65,9 +65,9 @@ class Spans:
     settle: called before a span closes, to wait for an asynchronous device.
     The other fields cover the time since the last `take`.
     seconds: by kind of work.
-    spans: the first `MAX_KEPT_SPANS` spans.
+    spans: at most `MAX_KEPT_SPANS` spans.
     calls: the spans that are not inside another span.
-    count: the number of all spans.
+    count: of all spans.
     """
 
     whole: Sequence[str] = ()

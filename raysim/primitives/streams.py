@@ -37,9 +37,9 @@ def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return a random generator that depends only on the seed, the purpose and the keys.
 
-    Different arguments give independent generators. All uses of a purpose must have the same number
-    of keys, because () and (0,) give equal generators.
-    purpose: a name for the use of the random numbers, such as "batches".
+    Different arguments give independent generators. A purpose must always have the same number of
+    keys, because () and (0,) give equal generators.
+    purpose: what the random numbers are for, such as "batches".
     keys: numbers of 0 or more, such as a client and a round. Only the last key may be 2^32 or more.
     """
     # These are the words that SeedSequence([seed, code, *keys]) would compute. Computing them here

@@ -54,11 +54,10 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return the table of results: a row for each setting, with means over the seeds.
 
-        Most columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down
-        and up together. "final_std" is the sample standard deviation over the seeds. Without
-        several seeds, it is the population standard deviation of the last ten scores. With tests,
-        "final_mark" is † for significantly better and ‡ for significantly worse than the first
-        setting with the same data and split.
+        Columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down and up
+        together. "final_std" is the sample standard deviation over seeds; without several seeds, it
+        is the population's over the last ten scores. With tests, "final_mark" is † or ‡ for
+        significantly better or worse than the first setting with the same data and split.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -68,8 +67,8 @@ class Report:
 
         The costs are rounds, bytes, virtual and wall seconds, and the fleet's energy, money and
         CO2, up to the first round that reaches the score. They are means over the seeds that reach
-        the score. "rounds_std" and similar columns are sample standard deviations. A cost that is 0
-        everywhere has no column.
+        it, with sample standard deviations such as "rounds_std". A cost that is 0 everywhere has no
+        column.
         """
         return to_frame(threshold_columns(self.groups, self.view))
 
@@ -81,14 +80,13 @@ class Report:
         same seed.
 
         - metric: the compared column of `results`.
-        - compared, reference: the labels of the two settings.
+        - compared, reference: the settings' labels.
         - pairs: the number of pairs.
-        - mean, deviation: of the differences, compared minus reference; the deviation is the
-          sample's.
+        - mean, deviation: of the differences, compared minus reference.
         - low, high: the ends of the mean's 95 % confidence interval.
         - p, wilcoxon: the p-values of the paired t-test and of Wilcoxon's signed-rank test.
-        - holm: p after Holm's correction for the number of tests of this metric.
-        - note: why two settings are not tested; otherwise "".
+        - holm: p after Holm's correction for the tests of this metric.
+        - note: why there is no test; otherwise "".
 
         A number is None or nan if there are too few pairs or no test.
         """
@@ -219,13 +217,13 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Settings that
-    are not listed come after the listed ones with the same data and split, otherwise at the end.
-    percent: True shows scores between 0 and 1, such as accuracy, in percent.
+    are not listed follow those with the same data and split, or come at the end.
+    percent: True shows scores between 0 and 1 in percent.
     thresholds: target scores of the table `thresholds`. () takes the highest reached ones of
     `rounds_to` in the summaries, four in the table and two on the HTML page.
     bold: "best" makes the best value of a column bold. "clear" does so only if its distance from
     the second-best value is larger than both standard deviations.
-    width: the width of the figures in inches.
+    width: of the figures, in inches.
     warn: gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder does not exist, no folder has a run, a file of a run is broken,

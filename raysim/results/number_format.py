@@ -145,10 +145,9 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    It is the unit that fits the smallest number. Return `show`, which chooses a unit for each
-    number, if the largest is more than `MAX_UNIT_RATIO` times the smallest. Also return `show` if
-    it writes no units, or without numbers.
-    values: the numbers of the column; None, nan and 0 are ignored.
+    It is the unit that fits the smallest number. Return `show` unchanged if the largest is more
+    than `MAX_UNIT_RATIO` times the smallest, if `show` writes no units, or without numbers.
+    values: None, nan and 0 are ignored.
     """
     sizes = [abs(value) for value in finite_values(values) if value]
     if show not in FORMATS_WITH_UNIT or not sizes or max(sizes) > MAX_UNIT_RATIO * min(sizes):

@@ -88,14 +88,14 @@ class CurrentRun:
     """A run while it is running, as its observers see it. Observers must not change it.
 
     rounds: the planned number of rounds.
-    title: the title of the run's pictures.
+    title: of the run's pictures.
     facts: the entries of the summary that are not computed from the history.
     thresholds: `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, with the earlier rounds of a resumed run.
     finished: the event that ends the run; None before.
     profile: how the wall time was spent; set at the end with `profile=true`, otherwise None.
     pictures: the paths of the pictures, drawn at the end.
-    url: the address to which the run's folder is copied, without a password; "" for none.
+    url: where the run's folder is copied, without a password; "" for nowhere.
     """
 
     folder: Path

@@ -76,10 +76,10 @@ class TableView:
     """The choices of a user for tables and figures, set by flags of `raysim report`.
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
-    percent: True shows scores between 0 and 1, such as accuracy, in percent.
+    percent: True shows scores between 0 and 1 in percent.
     thresholds: target scores of the table of costs. () takes the highest reached ones of
     `rounds_to` in the summaries, four in the table and two on the HTML page.
-    bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
+    bold: a rule in `BOLD_RULES` for marking the best value.
     """
 
     columns: Sequence[str] = ()
@@ -689,9 +689,9 @@ def threshold_columns(
 ) -> list[Column]:
     """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
-    A row is a target score and a group. The costs up to the first round that reaches the score are
-    rounds, bytes, virtual and wall seconds, and the fleet's energy, money and CO2. Each is mean ±
-    sample standard deviation over the seeds that reach it.
+    A row is a target score and a group. The costs, up to the first round that reaches the score,
+    are rounds, bytes, times, and the fleet's energy, money and CO2. Each is mean ± sample standard
+    deviation over the seeds that reach it.
     view: with () as `view.thresholds`, the target scores come from `rounds_to` in the summaries.
     limit: how many of these have rows, the highest reached ones.
     """

@@ -25,11 +25,11 @@ class Difference:
     A number is None if there were too few pairs for it. Without a test, the interval and the
     p-values are None.
     deviation: the sample standard deviation of the differences.
-    low, high: the ends of the mean's 95 % confidence interval.
+    low, high: the mean's 95 % confidence interval.
     p: of the paired t-test.
     holm: p after Holm's correction for the number of comparisons.
     wilcoxon: the p-value of Wilcoxon's signed-rank test.
-    note: why there is no test; "" if there is one.
+    note: why there is no test; otherwise "".
     """
 
     pairs: int

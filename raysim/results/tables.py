@@ -50,8 +50,8 @@ class Column:
     compared. None means one group.
     show: formats a number; None uses four decimals.
     key: name of the number in a summary; "" if it has none.
-    tests: for each row, the paired test against the reference row of its group; None without a
-    test. () without any tests.
+    tests: for each row, the paired test against its group's reference row, or None. () without
+    tests.
     bold: "best" always marks the best score. "clear" does so only if its distance from the
     second-best is larger than both deviations; unknown deviations prevent a mark, unless
     `deviations` is None.

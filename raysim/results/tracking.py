@@ -1,8 +1,8 @@
 """Store runs for MLflow, and send them to a server or, on request, to a local database.
 
 With `tracking.uri`, a thread of the run sends each row at once, and later those that the server did
-not accept. Otherwise `raysim ui` sends the run to an SQLite file next to the run's folder, because
-importing MLflow takes longer than a short run.
+not accept. Otherwise `raysim ui` sends the run to an SQLite file next to its folder, so that a run
+need not import MLflow.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NoTracker:
 class StoredTracker:
     """A tracker that keeps a run in its folder, from which `raysim ui` sends it to MLflow.
 
-    It does not import MLflow. The backlog file keeps rows that are not yet in history.parquet.
+    The backlog file keeps rows that are not yet in history.parquet.
 
     experiment: the name of the experiment in MLflow.
     name: the name of the run in MLflow; "" uses the name of the folder.
@@ -270,8 +270,8 @@ class Tracker(StoredTracker):
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: prints one sentence, called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
-    command: the command that a message names to resume the run if rows were not sent.
-    connect: returns a connected server of MLflow, given its address.
+    command: what a message names to resume the run if rows were not sent.
+    connect: returns a connected server for an address.
     """
 
     def __init__(
@@ -462,7 +462,7 @@ def make_tracker(
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: prints one sentence.
-    command: the command that a message names to resume the run if rows were not sent.
+    command: what a message names to resume the run if rows were not sent.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)

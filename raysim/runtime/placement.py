@@ -37,10 +37,10 @@ class RayOptions:
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
-    wait: the most seconds to wait for resources that other runs use, or for new nodes if the
-    cluster is too small. None waits for other runs without a limit, but not for new nodes.
+    wait: the most seconds to wait for resources of other runs, or for new nodes if the cluster is
+    too small. None waits for other runs without a limit, but not for new nodes.
     preflight: True measures the memory of one job before the run. None does so only if raysim must
-    choose how many workers share a GPU. Trials of a sweep measure nothing.
+    choose how many workers share a GPU. A sweep never measures.
     combine: True lets each node add up the sums of its workers; False sends every sum to the
     coordinator. None means True for models of at least 262,144 floats. Results are bit-identical.
     mixed: True allows processes with different hardware or software, so that a repetition may not

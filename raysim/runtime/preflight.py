@@ -61,10 +61,10 @@ def memory_use(device: str) -> tuple[int, int]:
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
     """Train and score the largest client in this process; return the measured memory.
 
-    With several lanes, each trains one client of this size.
-    The result also has the memory that workers can use.
-    read: maps the name of the device to the peak memory of this process and the memory that workers
-    can use, in bytes.
+    The result also has the memory that workers can use. With several lanes, each trains a copy of
+    this client.
+    read: maps a device to the peak memory of this process and the memory that workers can use, in
+    bytes.
     """
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))

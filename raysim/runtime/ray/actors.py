@@ -292,16 +292,15 @@ class RayRuntime:
 
     start: starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
-    coordinator_node: Ray's identifier of the coordinator's node, which has the number 0 in this
-    class.
+    coordinator_node: Ray's identifier of the coordinator's node, which has the number 0.
     combine_from: in models of at least this number of floats, each node adds up the sums of its
-    workers. Infinity sends every sum to the coordinator.
+    workers; infinity for none.
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared; None
     compares nothing.
-    identify: starts a substitute process in the bundle of a worker that died before it reported its
-    identity, and returns a reference to the substitute's. None leaves it unknown.
-    growth: the facts that decide which workers are started during the run; None starts none.
+    identify: returns a reference to the identity of a worker that died before it reported one, from
+    a new process in its bundle. None leaves it unknown.
+    growth: which workers are started during the run; None starts none.
     """
 
     is_in_process = False
@@ -804,17 +803,15 @@ def start_workers_in(
 ) -> RayRuntime:
     """Start workers in the bundles of a placement group, all at the same time.
 
-    group: bundle 0 belongs to the coordinator, bundle 1 to worker 0, bundle 2 to worker 1, and so
-    on.
+    group: bundle 0 belongs to the coordinator, bundle 1 to worker 0, and so on.
     size: the number of workers and the resources of each.
     name: the beginning of the actors' names in Ray.
-    kind: the class of the workers.
     spec: the run, which stays in the object store for workers that replace dead ones.
     content: a list with a reference to the bytes of the data set's file; [] if all processes of the
     run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
-    participants: the identities of the run's processes. Each worker is compared with the driver.
-    None compares nothing.
+    participants: the identities of the run's processes, for a comparison with the driver; None
+    compares nothing.
     packages, device: the packages with versions, and the device, that are part of an identity; ""
     means no device.
     most: the largest number of workers at a time; 0 if none may start during the run.
