@@ -54,7 +54,7 @@ class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
     clients, unseen: the scored clients that take part in the training, and those that never do.
-    reports: the calls of each view. The page of this module describes "shared", "own", "finetuned"
+    reports: the calls of each view. This module's docstring describes "shared", "own", "finetuned"
     and "common". "mean" scores the mean of all replicas. "sets" has all calls if a method computes
     the scores itself.
     members: the clients whose local models the loss decomposition compares.

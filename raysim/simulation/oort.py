@@ -1,29 +1,13 @@
 """Oort's selection of clients: statistical utility times system utility, with exploration.
 
 Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
-Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a loss is
-
-    (U + sqrt(0.1 log R / L)) * min(1, T / D)^penalty
-
-U is the client's number of samples times its mean loss, clipped at a quantile and scaled to [0, 1].
-R is the number of the current round. L is the number of the round in which the client was chosen
-last. D is the duration of the client's last job that was not lost. T is the preferred duration, a
-percentile of the known durations of jobs.
-
-A round chooses clients in two ways:
-- Exploitation draws clients that have reported a loss and have a large utility. The probability of
-  a client is in proportion to its utility.
-- Exploration draws clients that have not reported a loss. The probability of a client is in
-  proportion to its number of samples times min(1, T / D)^penalty. Here D is the expected duration.
-
-If there are too few clients for exploitation, exploration draws more clients, and vice versa. A
-rule called the pacer compares the utility of the chosen clients in two successive windows of
-rounds. If the sum over the later window is smaller, the pacer uses a higher percentile for T.
+Selection" (OSDI 2021), Algorithm 1.
 
 Differences from the paper:
-- The paper uses the root mean square of the losses of a client's samples. This module uses their
-  mean, which every job reports.
-- U is scaled to [0, 1], and T is a percentile of the known durations, as in the released code.
+- The statistical utility uses the mean of the losses of a client's samples, which every job
+  reports. The paper uses their root mean square.
+- The statistical utility is scaled to [0, 1], and the preferred duration is a percentile of the
+  known durations, as in the released code.
 """
 
 from __future__ import annotations
@@ -46,32 +30,32 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """The selection rule Oort: prefer clients with large losses, many samples and short jobs.
 
-    The loss of a client is known after an update of the client was aggregated. A round draws
-    clients with a known loss in proportion to their utility (s + u) * r:
-    - s, the statistical utility, is the client's number of samples times its loss. Large values are
-      clipped, and the range is scaled to 0 to 1.
-    - u is larger for a client that no recent round has chosen.
-    - r, the system utility, is min(1, T / D) ** `penalty`. T is the preferred duration of a job,
-      and D is the duration of the client's last job that was not lost.
+    A client's loss is known after one of its updates was aggregated. A round draws clients with a
+    known loss in proportion to their utility
 
-    A round also explores. It draws clients without a known loss in proportion to their number of
-    samples times r, where D is an expected duration.
+        (U + sqrt(0.1 log R / L)) * min(1, T / D)^penalty
 
-    exploration: a fraction from 0 to 1. A round draws this fraction of its clients from the clients
-    without a known loss.
+    U is the client's number of samples times its loss, clipped and scaled to [0, 1]. R is the
+    current round, and L the round that chose the client last. D is the duration of the client's
+    last job that was not lost. T is the preferred duration.
+
+    A round also explores: it draws clients without a known loss in proportion to their number of
+    samples times min(1, T / D)^penalty. Here D is the expected duration.
+
+    exploration: the fraction of a round's clients that is drawn from the clients without a known
+    loss.
     exploration_decay: the factor by which `exploration` is multiplied before every round.
     exploration_min: the smallest fraction to which `exploration` decreases.
     cutoff: a factor from 0 to 1. If a round draws k clients with a known loss, let v be the k-th
     largest utility. All clients with a utility of at least `cutoff` * v can be drawn.
-    clip: a quantile from 0 to 1. Statistical utilities above this quantile are reduced to it.
-    preferred: a percentile above 0, at most 100. T is this percentile of the known durations of
-    jobs. With 100, the system utility of every client is 1.
-    pacer_step: the number of rounds in a window. A rule called the pacer compares a sum over the
-    rounds of two successive windows. It adds up each round's mean of samples times loss, over the
-    chosen clients with a known loss.
-    pacer_delta: the percentage points that the pacer adds to `preferred` if the later window has
-    the smaller sum.
-    penalty: the exponent of the system utility.
+    clip: a quantile from 0 to 1. Samples times loss above this quantile is reduced to it.
+    preferred: T is this percentile of the known durations of jobs. 100 ignores durations.
+    pacer_step: the number of rounds in a window. A rule called the pacer compares two successive
+    windows. It adds up each round's mean of samples times loss, over the chosen clients with a
+    known loss.
+    pacer_delta: the percentage points that are added to `preferred` if the later window has the
+    smaller sum.
+    penalty: the exponent of min(1, T / D).
     """
 
     exploration: float = 0.9
@@ -98,23 +82,15 @@ class Oort(Selection):
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
         """Return the initial arrays of this rule's memory, by name.
 
-        A round of Oort is one choice of clients by this rule; rounds are counted from 1. During the
-        run, the arrays have these meanings:
+        A round is one choice of clients by this rule; rounds are counted from 1.
 
         - "round": the number of rounds so far.
-        - "exploration", "preferred": the present values of the options `exploration` and
-          `preferred`, which change from round to round.
-        - "chosen_in" [clients]: the number of the latest round that chose the client; 0 for none.
+        - "exploration", "preferred": the present values of these options.
+        - "chosen_in" [clients]: the latest round that chose the client; 0 for none.
         - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": the utilities of the latest rounds, in order. The utility of a client is the
-          number of its samples times its loss. The utility of a round is the mean over the clients
-          that were in "exploited" after the round. It is computed when the next round begins. If
-          there are 2 * `pacer_step` values, the sums of the older and the newer half are compared,
-          and the older half is removed. If the newer half has the smaller sum, "preferred" is
-          increased.
+        - "utilities": the mean of samples times loss over the clients in "exploited", for up to 2 *
+          `pacer_step` rounds in order.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
-
-        clients: the number of clients.
         """
         return {
             "round": np.zeros((), np.int64),
@@ -129,17 +105,10 @@ class Oort(Selection):
     def select(self, view: SelectionView) -> np.ndarray:
         """Return up to `view.count` idle clients to dispatch, in random order.
 
-        A round of Oort is one choice of clients by this rule. There are two cases:
-        - If `view.count` is at least `view.concurrency`, each use of `select` is a new round. It
-          chooses and returns `view.count` clients. The same holds if clients are divided into pools
-          (`view.pool` is at least 0).
-        - Otherwise a round chooses `view.concurrency` clients, as many as the schedule keeps in
-          flight, and stores them in the array "picks". `select` takes the first `view.count` idle
-          clients from "picks", and drops busy ones. If "picks" has too few idle clients, a new
-          round fills "picks", and `select` takes the missing clients from there.
-
-        view: the number of clients to return, the idle clients, the clients' losses and durations,
-        and the arrays of `state`.
+        If `view.count` is at least `view.concurrency`, or clients are divided into pools, each call
+        is a new round, which chooses `view.count` clients. Otherwise a round chooses
+        `view.concurrency` clients and stores them in the array "picks". `select` takes idle clients
+        from there and drops busy ones; if there are too few, a new round fills "picks".
         """
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)

@@ -1,10 +1,9 @@
 """Plan a run on virtual time: dispatches, base versions, and how each job ends.
 
-The plan is a function of configuration and seed, and does not depend on training results. Therefore
-it can be made before the training. The end of every job is then known before a worker gets the job.
-There are two exceptions: if the selection needs reports of clients, or if messages change in size,
-the plan also depends on earlier aggregations. In such a run, an aggregation is planned only after
-the server has made the previous one.
+The plan is a function of configuration and seed, so the end of a job is known before a worker gets
+the job. If the selection needs reports of clients, or if messages change in size, the plan also
+depends on training results. Then an aggregation is planned only after the server has made the
+previous one.
 """
 
 from __future__ import annotations
@@ -83,12 +82,9 @@ class Messages(Protocol):
     def saved(self, client: int, version: int) -> int:
         """Return by how many floats messages make a client's next download smaller.
 
-        The client receives the messages of all versions since the base version of its last job, in
-        place of all parameters. If the messages would be larger, it receives the parameters, and
-        the result is 0. For the first job of a client, the result is 0, too.
-        Use this function once for each job, because it also records that the client now has
-        `version`.
-        client: the number of the client.
+        The result is 0 if the messages since the client's last job are larger than the parameters,
+        or if this is the client's first job. Call this function once for each job: it also records
+        that the client now has `version`.
         version: the base version of the client's next job.
         """
         ...
@@ -98,18 +94,16 @@ class Messages(Protocol):
 class PlannedAggregation:
     """A planned aggregation, and all events since the previous aggregation.
 
-    If each replica has its own schedule, a site is a replica with its clients (`Site`). Otherwise
-    the whole run is one site.
     version: the number of the run's earlier aggregations.
-    site: the number of the site that aggregates; 0 if the whole run is one site.
+    site: the replica that aggregates, if each replica has its own schedule; otherwise 0.
     site_version: the number of earlier aggregations of this site.
     site_down, site_up: the floats that this site's clients received and sent since the run's start.
     meets: True if the replicas exchange in this aggregation.
-    now: the virtual time of the aggregation, in seconds since the run's start. If the replicas
-    exchange, it is the end of the exchange.
+    now: the virtual time in seconds since the run's start. If the replicas exchange, it is the end
+    of the exchange.
     dispatched, lost, discarded: the jobs that were dispatched, lost or discarded since the previous
     aggregation.
-    aggregated: the jobs that are aggregated now, in the order in which their updates are summed.
+    aggregated: the jobs that are aggregated, in the order in which their updates are summed.
     down, up: the floats that all clients received and sent since the run's start.
     between: the floats that replicas sent to each other since the run's start.
     costs: energy, money and CO2 since the run's start, by column of the history. {} if the fleet
@@ -152,10 +146,9 @@ class PlannedAggregation:
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Yield random positions in an array of clients; a position may be repeated.
 
-    The caller looks for idle clients at these positions. The iterator stops after at least
-    `clients` positions, and at least `DRAWS_PER_CLIENT` positions for each needed client. From then
-    on, it takes the caller less time to list all idle clients and to draw from the list.
-    clients: the length of the array; all positions are below this number.
+    The iterator stops after at least `clients` positions, and at least `DRAWS_PER_CLIENT` positions
+    for each needed client. Then it is faster to list all idle clients and to draw from the list.
+    clients: the length of the array.
     count: the number of different, idle clients that the caller needs.
     """
     size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
@@ -172,13 +165,11 @@ def _draw_positions(generator: np.random.Generator, clients: int, count: int) ->
 class Site:
     """The clients for which one schedule decides, and the jobs of these clients.
 
-    If each replica has a schedule, the run has a site for each replica, with the clients of that
-    replica. Otherwise the run has one site with all clients.
-    pool: the number of the pool from which the schedule draws clients by default. It is the index
-    of the site's replica, or -1 for the site with all clients.
+    A run has one site with all clients, or a site for each replica if each replica has a schedule.
+    pool: the index of the site's replica, from whose clients the schedule draws; -1 for all
+    clients.
     members: the number of clients of this site that have samples.
-    pools: the number of pools if the schedule makes pools of clients with similar speed. 0 if the
-    schedule does not make pools.
+    pools: the number of pools that the schedule makes of clients with similar speed.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -199,21 +190,18 @@ class Site:
 class Planner:
     """The simulation of a schedule and a fleet on virtual time, before any training.
 
-    schedule: decides when clients are dispatched and when their updates are aggregated.
-    devices: the simulated devices of the clients.
-    seed: the seed of the run.
     counts: int64 [clients], the number of training samples of each client. A client without samples
     is never dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
     base version, the number of the client's earlier jobs, and how many of these were aggregated.
-    patience: the run fails if no client is available in the first `patience` virtual seconds.
+    patience: the run fails if no client is available in its first `patience` virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
     costs: adds up energy, money and CO2; None if the fleet has no costs.
-    messages: the compressed changes between versions, which clients receive in place of the
-    parameters. None if the server does not compress what it sends.
-    loads_vary: True if the sizes of what clients receive or send change from version to version. A
-    job can then be planned only after its base version was made.
+    messages: the compressed changes that clients receive in place of the parameters; None if the
+    server sends parameters.
+    loads_vary: True if the sizes of messages change from version to version. Then a job can be
+    planned only after its base version was made.
     """
 
     def __init__(
@@ -510,9 +498,6 @@ class Planner:
     def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
         """Remove jobs from the list `site.arrived`; return the removed jobs by number.
 
-        site: the clients for which one schedule decides, and the jobs of these clients.
-        `site.arrived` lists the jobs whose updates have arrived and wait for an aggregation.
-        numbers: the numbers of the jobs to remove.
         purpose: what the schedule wants to do with the jobs, "aggregate" or "discard", for errors.
         Raises RuntimeError if `site.arrived` lacks one of the jobs.
         """
@@ -571,10 +556,8 @@ class Planner:
 
         Virtual time advances to the end of the exchange. Jobs can end in this time, but no job is
         dispatched and nothing is aggregated.
-        site: the replica (with its clients) that has aggregated, if each replica has a schedule.
-        Otherwise the whole run.
-        aggregation: the planned aggregation. If the replicas exchange, this function adds the
-        exchange to its fields.
+        site: the site that has aggregated.
+        aggregation: this function adds an exchange to its fields.
         """
         network = self._network
         site.since_meeting += 1
@@ -599,12 +582,8 @@ class Planner:
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
         """Remove jobs from the list `site.arrived`; return the jobs in the order of `numbers`.
 
-        site: the clients for which one schedule decides, and the jobs of these clients.
-        `site.arrived` lists the jobs whose updates have arrived and wait for an aggregation.
-        numbers: the numbers of the jobs to remove, in the order of their aggregation.
-        Raises RuntimeError if a job would be aggregated before an earlier job of the same client.
-        Also raises it if `site.arrived` lacks a job, or if `numbers` is empty or has a number
-        twice.
+        Raises RuntimeError if a job would be aggregated before an earlier job of the same client,
+        if `site.arrived` lacks a job, or if `numbers` is empty or has a number twice.
         """
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
@@ -839,11 +818,9 @@ class Planner:
         """Return the virtual time at which a client of a short pool next becomes available.
 
         A pool is short if the schedule has just requested more clients than are idle and available
-        in this pool. The result is infinity in two cases:
-        - All clients of the fleet are always available.
-        - No client of a short pool becomes available any more, but jobs are in flight.
-        Raises NoClientsLeftError if no client of a short pool becomes available any more and no job
-        is in flight.
+        in it. The result is infinity if clients are always available. It is also infinity if none
+        becomes available any more, but jobs are in flight.
+        Raises NoClientsLeftError if none becomes available any more and no job is in flight.
         Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """
         if self.devices.presence is None:
@@ -923,12 +900,10 @@ class Planner:
     ) -> None:
         """Continue from a stored state; this planner must not have planned anything yet.
 
-        state: what the method `state` returned.
-        participations: int32 [clients], the number of jobs of each client so far.
-        accepted: int32 [clients], the number of aggregated jobs of each client so far.
-        selection: what `selection_arrays` returned.
-        received: what the property `received` returned: the base version of each client's last job;
-        None if the server always sends all parameters.
+        state, selection: what the methods `state` and `selection_arrays` returned.
+        participations, accepted: int32 [clients], how many jobs of each client there were, and how
+        many of them were aggregated.
+        received: what the property `received` returned; None if the server sends all parameters.
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

@@ -36,14 +36,8 @@ def collect_contributions(
 ) -> None:
     """Collect the arrays that clients send before round 0, and give them to the methods.
 
-    Do nothing if no method needs such arrays. Each client with samples sends its arrays once; the
-    planner counts this traffic.
-
-    declarations: what the run's methods have declared.
-    replicas: the models of the server. The methods make the server state of these models from the
-    arrays.
-    planner: adds the arrays to the traffic.
-    calls: the calls to the workers, which compute the arrays.
+    Each client with samples sends its arrays once. The planner counts this traffic. The methods
+    make the server state of all replicas from the arrays.
     """
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:

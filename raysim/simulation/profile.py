@@ -124,13 +124,10 @@ def add_idle_time(
 ) -> Track:
     """Add idle time to the times that a worker has measured; return all times by activity.
 
-    A worker is idle from the end of a call until the worker begins the next call. The coordinator
-    makes the next call during this time or earlier. Idle time before the coordinator makes the call
-    is added as "waiting". Idle time after it is added as "messages".
-    worker_track: the times that the worker has measured.
+    Idle time before the coordinator makes the next call is "waiting". Idle time after it is
+    "messages".
     call_times: the times at which the coordinator made the calls, in the order of the calls.
-    start, stop: the beginning and the end of the profile.
-    `call_times`, `start` and `stop` are in seconds since the epoch.
+    start, stop: the beginning and the end of the profile. All times are in seconds since the epoch.
     """
     waiting = messages = 0.0
     last_end = start

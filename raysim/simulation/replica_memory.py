@@ -21,12 +21,11 @@ MIN_STEP_BYTES = 2**26
 class ReplicaMemory:
     """The object that moves replicas to disk if they need too much memory.
 
-    The replica whose last change is longest ago is moved first. The vector and the server state of
-    a moved replica become tensors in a memory-mapped file, with the same values.
-    servers: the server of each replica.
+    The replica whose last change is longest ago is moved first: its vector and server state become
+    tensors in a memory-mapped file.
     budget: the most bytes of replicas in memory; infinity means no limit.
     folder: the folder of the file; "" is the system's folder for temporary files.
-    moves_state: False if all replicas share their server state, which then stays in memory.
+    moves_state: False keeps the server state in memory, because all replicas share it.
     """
 
     def __init__(self, servers: Sequence[Server], budget: float, folder: str, moves_state: bool):
@@ -47,10 +46,8 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Make room in memory for the tensors of a replica, before the caller reads these tensors.
 
-        A replica on disk is loaded into memory when its tensors are read, and then stays there. If
-        this replica and the loaded replicas would exceed a limit together, this function removes
-        the loaded replicas from memory. It does nothing for a replica that is not on disk.
-        replica: the number of the replica.
+        If this replica and replicas that were loaded from disk exceed a limit together, remove the
+        loaded ones from memory. Do nothing for a replica that is not on disk.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))

@@ -29,23 +29,16 @@ Arrival: TypeAlias = Update | Failure
 class Replicas:
     """The replicas (models of the server) of a run, each with a `Server` of its own.
 
-    This object lets the replicas aggregate and exchange, and computes their mean. A run without a
-    topology has one replica.
-
     Attributes:
-    - is_single: True if there is one replica.
-    - version: how many aggregations the run has made so far, counted over all replicas.
+    - version: the number of the run's aggregations so far, counted over all replicas.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica, an integer that identifies its model. After an aggregation, a
-      replica that has changed gets an integer that no model had before. Replicas with equal models
-      may have the same integer. These integers do not count aggregations.
-    - clients_of: int64 [clients]. Entry i is the number of the replica that serves client i now. If
-      clients choose their replica, entry i is the replica that client i trained last.
+    - numbers: for each replica, an integer that identifies its model. A changed replica gets an
+      integer that no model had before. Replicas with equal models may have the same integer.
+    - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
+      replica, it is the replica that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
     network: which clients each replica serves, and when replicas exchange.
-    servers: the server of each replica.
-    declarations: what the run's methods have declared.
     set_clients: function that tells a server which clients it has. Its arguments are `clients_of`
     and the server. None if clients never move between replicas.
     budget: the most bytes of replicas in memory. Replicas that have been idle longest are moved to
@@ -295,14 +288,11 @@ class Replicas:
         sums: GroupSums,
         versions: Versions,
     ) -> None:
-        """Make the next version of each replica that has updates.
+        """Make the next version of each replica that has updates; exchange if the plan says so.
 
-        If the aggregation plans an exchange, also let the replicas exchange.
         jobs: the jobs of the aggregation, in the order in which they are aggregated.
         updates: one for each job; None for a failed job.
-        sums: the sums of updates that workers have computed. A key has the numbers of the jobs
-        whose updates are summed.
-        versions: the published versions, among them the base versions of the jobs.
+        sums: the sums of updates that workers have computed. A key has the numbers of the jobs.
         Raises AggregationError if a next version cannot be made.
         """
         staleness = aggregation.staleness
@@ -520,10 +510,8 @@ class Replicas:
 class _Bases(Mapping[int, PublishedVersion]):
     """The base versions of one replica's jobs, as a mapping from `Job.version` to the version.
 
-    `Job.version` counts aggregations, so jobs of different replicas may have the same value.
-    Therefore the store of all replicas, `versions`, has different keys.
-    versions: the published versions of all replicas. A key is `Job.base`, the number of the version
-    among all versions that were published.
+    versions: the published versions of all replicas, by `Job.base`. `Job.version` may be the same
+    for jobs of different replicas.
     number_of: maps `Job.version` to `Job.base` for the jobs of this replica.
     """
 

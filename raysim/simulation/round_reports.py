@@ -20,11 +20,9 @@ class PendingRound:
     """An aggregation that the server has made and the run has not reported yet.
 
     row: the columns of the history so far, without scores.
-    failures: the failed jobs of the aggregation.
     probes: the probes of local models, if `evaluate.probe` is set.
     jobs: the jobs that ended in this round.
-    scorings: the calls that score models of this round (`Scoring`); the scores may not have arrived
-    yet.
+    scorings: the calls that score models of this round; the scores may not have arrived yet.
     scored: the vector and the integer buffers of the scored model; None if this round is not
     scored.
     """

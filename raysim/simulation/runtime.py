@@ -89,10 +89,8 @@ class Runtime(Protocol):
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
         """Let a node add up sums of updates; return a reference to the total.
 
-        On a Ray cluster, a separate process of the node does this, so that its workers can train
-        meanwhile.
+        On a Ray cluster, a separate process of the node does this.
 
-        node: the number of the node.
         parts: for each sum, the positions of its updates in the order of aggregation. The updates
         of a range must be a subtree of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.

@@ -21,12 +21,11 @@ class RunSaver:
 
     run: the parts of the run that a checkpoint stores.
     initial: the initial model. The tensors of the final model get the same names.
-    settings: the settings of the run, among them those of checkpoints.
-    folder: the run's folder, where the model is written, and the checkpoints unless
-    `checkpoint.folder` is set; "" writes none.
+    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
+    writes none.
     address: the path or the URL of the checkpoint to continue from; "" starts a new run.
-    base: the checksum of the run's frozen weights; "" if no weight is frozen. The file of the final
-    model contains this checksum.
+    base: the checksum of frozen weights, which the final model's file gets; "" if no weight is
+    frozen.
     """
 
     def __init__(

@@ -19,26 +19,22 @@ from raysim.primitives.checks import above, at_least, one_of
 
 
 class View(NamedTuple):
-    """The facts from which a schedule decides its next action.
+    """The facts from which a schedule decides its next action; it must not change them.
 
-    The schedule must not change the values. A pool in this view is a group of clients with similar
-    speed (`schedule=tiered`).
+    A pool is a group of clients with similar speed (`schedule=tiered`).
 
-    now: the virtual time of the decision in seconds. Events at this time have already happened.
+    now: the virtual time in seconds. Events at this time have already happened.
     version: the number of aggregations so far.
-    running: the jobs in flight by number, in the order of their dispatch. Jobs that the schedule
-    has decided to discard are left out.
+    running: the jobs in flight by number, in the order of their dispatch, without jobs that the
+    schedule has decided to discard.
     arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
     together are in the order of their clients' numbers.
-    idle: the number of clients that have samples and are not busy with a job; some of these clients
-    may be unavailable.
+    idle: the number of clients that have samples and no job; some of them may be unavailable.
     sent: the number of jobs that were dispatched since the last aggregation.
-    since: the virtual time of the first dispatch since the last aggregation. If nothing was
-    dispatched since then, it is the time of the last aggregation.
-    in_pool: for each pool, the number of the pool's jobs in `running`; empty without
-    `schedule=tiered`.
-    short: the numbers of pools for which a `Dispatch` at this virtual time has found too few
-    available clients.
+    since: the virtual time of the first dispatch since the last aggregation; without one, of the
+    last aggregation.
+    in_pool: for each pool, the number of its jobs in `running`; empty without pools.
+    short: the pools in which a `Dispatch` at this virtual time has found too few available clients.
     """
 
     now: float = 0.0
@@ -56,12 +52,10 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are idle and available, all of them are dispatched. The time of
-    the schedule's next decision is then:
-    - without a pool (pool=-1): when a job ends or a client becomes available.
-    - with a pool: immediately, with the number of this pool in `View.short`.
+    If fewer than `count` clients are idle and available, all of them are dispatched. The schedule
+    then decides again when a job ends or a client becomes available. With a pool, it decides again
+    at once, with this pool in `View.short`.
 
-    count: the number of clients to draw.
     pool: the number of the pool (group of clients with similar speed) to draw from; -1 draws from
     all clients.
     """
@@ -259,9 +253,8 @@ class Deadline(_Policy):
     If no update has arrived at the limit, the round waits for the first one.
     cohort: the number of clients that a round dispatches.
     seconds: the time limit in virtual seconds.
-    late: what happens to updates that arrive after the limit. "discard": they are discarded.
-    "stale": they are aggregated in the round in which they arrive, unless their staleness is above
-    `max_staleness`.
+    late: "discard" discards updates that arrive after the limit. "stale" aggregates them in the
+    round in which they arrive, unless their staleness is above `max_staleness`.
     max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
 

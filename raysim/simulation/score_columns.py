@@ -31,11 +31,10 @@ def mean_score(values: np.ndarray) -> float:
 class ScoredClients(Protocol):
     """The clients whose models are scored in a round, and their scores.
 
-    clients: the scored clients that take part in the training.
-    unseen: the scored clients that never take part in the training.
+    clients, unseen: the scored clients that take part in the training, and those that never do.
     version: the number of the scored version.
-    client_scores: maps the name of a column to a list of pairs. Each pair is an array of clients
-    and an array of their scores. `ScoreColumns` appends a pair to the list of each column.
+    client_scores: for each column, pairs of client numbers and scores. `ScoreColumns` appends
+    pairs.
     """
 
     clients: np.ndarray
@@ -47,21 +46,14 @@ class ScoredClients(Protocol):
 class ScoreColumns:
     """The object that makes the columns of the history for one metric.
 
-    A metric computes a value for each sample, for example 1 if the prediction is correct, else 0.
-    From the values of a set of samples, `metric.summarise` computes the score of the set, for
-    example the accuracy.
+    A metric computes a value for each sample. `metric.summarise` computes a score from the values
+    of several samples. A client's best round is the round with its best validation score.
 
-    A client's best round is the round with its best validation score. Best rounds are stored only
-    for the main metric, which is the first of `evaluate.metrics`.
-
-    metric: the metric.
     values_index: the index of this metric's values in `ScoringReport.scores`.
-    data: the clients' data and the central test set.
     personal: True if each client is scored with a model of its own.
-    test_counts, validation_counts: int64 [clients], the number of test samples and of validation
-    samples of each client.
-    best: the best rounds so far. It is None if `metric` is not the main metric, or if clients have
-    no validation samples.
+    test_counts, validation_counts: int64 [clients], the number of samples of each client.
+    best: the best rounds so far. None if `metric` is not the main metric (the first of
+    `evaluate.metrics`), or if clients have no validation samples.
     """
 
     def __init__(
@@ -115,14 +107,11 @@ class ScoreColumns:
         """Return columns with scores of personal models, where each client has its own model.
 
         The columns have the mean and the worst test score, over trained clients and over unseen
-        clients. If suffix="" and there are validation samples, further columns have validation
-        scores, and test scores of best rounds. The best round of a client is the round with its
-        best validation score so far.
-        tested: for each client, the metric's value for each of the client's test samples.
-        validated: for each client, the metric's value for each of the client's validation samples.
-        suffix: the end of the columns' names: "_finetuned" for fine-tuned models, "" for models
-        without fine-tuning.
-        scoring: the scored clients. The score of each client is added to `scoring.client_scores`.
+        clients. If suffix="" and there are validation samples, `_best_columns` adds further
+        columns.
+        tested, validated: for each client, the metric's values for its test or validation samples.
+        suffix: the end of the columns' names: "_finetuned" for fine-tuned models, otherwise "".
+        scoring: the score of each client is added to `scoring.client_scores`.
         """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
@@ -142,20 +131,14 @@ class ScoreColumns:
         """Return columns with the scores of replicas on the central test set.
 
         The mean model has the mean of the parameters of all replicas. The columns are:
-        - the current score of the mean model,
-        - the current score of the mean model in its worst domain, if there are several domains,
-        - the average and the worst of the replicas' current scores,
-        - the number of the best round so far, and the mean model's score in the best round.
+        - the score of the mean model, and its score in its worst domain if there are several
+          domains,
+        - the average and the worst of the replicas' scores,
+        - if `_best_shared_columns` returns any: the best round, and the mean model's score in it.
 
-        The best round is the round with the best mean validation score of the clients' models. The
-        columns about the best round are left out if clients have no validation samples, or if this
-        object's metric is not the main metric.
-
-        mean: the metric's value of the mean model for each sample of the central test set.
-        replicas: for each replica, the metric's value for each sample of the central test set.
-        scoring: the scored clients.
-        own: the current columns with scores of the clients' models. Only the mean validation score
-        is read.
+        mean: the metric's values of the mean model for the samples of the central test set.
+        replicas: the same values for each replica.
+        own: the columns with scores of the clients' models, with their mean validation score.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -170,12 +153,10 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the mean and the worst of the clients' test scores.
 
-        If the test samples have several domains (groups such as photos and sketches), add the score
-        of each domain. With more than `MAX_DOMAIN_COLUMNS` domains, these columns are left out.
+        If there are 2 to `MAX_DOMAIN_COLUMNS` domains, add the score of each domain.
 
         suffix: the end of the columns' names, such as "_best".
         values: the metric's value for each test sample, one client after another.
-        clients: the scored clients, in the same order.
         scoring: the score of each client is added to `scoring.client_scores`.
         """
         clients = clients[self._test_counts[clients] > 0]
@@ -236,22 +217,15 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with test scores from best rounds, and columns with validation scores.
 
-        A client's best round is the round with the client's best validation score so far. For a
-        client without validation samples, it is the current round. The columns are:
-        - the mean and the worst of the clients' test scores, each from the client's best round,
-        - the test score in each domain, from the same rounds, if the samples have several domains,
-        - the mean over the clients of the validation score in the current round,
-        - the mean over the clients of the validation score in the client's best round.
+        The test scores are those of `_client_columns`, each from the best round of its client. For
+        a client without validation samples, this is the current round. The validation scores are
+        means over the clients, in the current round and in the best rounds.
 
-        If this object's metric is not the main metric, the only column is the mean validation score
-        in the current round. If the scored clients have no validation samples, the columns with
-        validation scores are left out. Return {} if no client is scored.
+        If `metric` is not the main metric, the only column is the current validation score. Return
+        {} if no client is scored.
 
-        scoring: the scored clients.
-        tested: the metric's current value for each test sample of the scored clients, one client
-        after another.
-        validated: the metric's current value for each validation sample of the scored clients, in
-        the same order of clients.
+        tested, validated: the metric's value for each test or validation sample, one client after
+        another.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):
@@ -271,11 +245,8 @@ class ScoreColumns:
     def _best_shared_columns(self, version: int, row: Row) -> Row:
         """Return columns about the shared model's best round so far: its number and a test score.
 
-        The best round is the round with the best mean validation score. One column has the number
-        of the best round. If there is a central test set, a second column has the shared model's
-        score on this set in the best round.
-        Return {} if the metric of this object is not the main metric, or if there are no validation
-        samples.
+        The best round has the best mean validation score. The test score needs a central test set.
+        Return {} if `metric` is not the main metric, or if there are no validation samples.
 
         version: the number of the scored version.
         row: the columns of this round.
