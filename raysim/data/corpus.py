@@ -83,8 +83,8 @@ class Text(_Corpus):
     files, it is the last `test_fraction` of each document.
 
     root: the file or the folder.
-    separator: the text between two documents of a file, where \\n stands for a new line.
-    None means that a file is one document.
+    separator: the text between two documents of a file, where \\n stands for a new line. None means
+    that a file is one document.
     user: what partition=natural makes a client, "file" or "document".
     """
 

@@ -318,8 +318,9 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
     An unseen client has no validation rows. It keeps its training rows, because a method may adapt
     the model to them before the client is scored.
     share: `evaluate.unseen`, the share of the clients with training samples; 0 makes no client
-    unseen. Raise ValueError if no client would be unseen, if no client would be trained, if no
-    unseen client has test samples, or if a trained client has a sample of an unseen one.
+    unseen.
+    Raise ValueError if no client would be unseen, if no client would be trained, if no unseen
+    client has test samples, or if a trained client has a sample of an unseen one.
     """
     if not share:
         return data

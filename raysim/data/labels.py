@@ -49,8 +49,8 @@ def read_labels(
     kind: `data.kind`; None takes the result of `infer_kind`.
     names: the names of the model's outputs; None if the source has none.
     place: the name of the source in errors.
-    ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`. Raise
-    ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
+    ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`.
+    Raise ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
     """
     if kind == "causal":
         raise streams_error(place)

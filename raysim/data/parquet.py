@@ -264,8 +264,9 @@ class Parquet(TableSource):
         """Return the domain of each row of a file, as integers or text.
 
         The domain is the row's user. If `data.user` is not set and the file has no column of users,
-        it is the name of the file's folder. Raise ValueError if the file lacks a column of the
-        labels, the input or `data.user`, or if labels or users are missing (null).
+        it is the name of the file's folder.
+        Raise ValueError if the file lacks a column of the labels, the input or `data.user`, or if
+        labels or users are missing (null).
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"

@@ -110,8 +110,9 @@ class Source:
     mean, std: lists with one value for all channels, or one per channel. Inputs x become (x - mean)
     / std, after images are scaled to [0, 1]. None does not normalise.
     augment: the augmentations of images in training: any of "resized_crop", "crop", "flip",
-    "rotate", "jitter" and "grey". crop_padding, rotate_degrees, crop_area, jitter, grey: the
-    strengths of these augmentations (see `Pipeline` in batches.py).
+    "rotate", "jitter" and "grey".
+    crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations (see
+    `Pipeline` in batches.py).
     """
 
     only: list[str | int] | None = None

@@ -21,8 +21,8 @@ class Stored(Source):
 
     root: the folder of the data set, or a folder that contains it.
     name: the folder inside `root`; case, blanks, hyphens and underscores do not matter. None if
-    `root` is the folder of the data set. image_column, label_column, domain_column: columns in
-    Parquet files.
+    `root` is the folder of the data set.
+    image_column, label_column, domain_column: columns in Parquet files.
     test_fraction: the share of each class of each domain that is for testing, in files without a
     test split.
     """

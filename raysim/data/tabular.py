@@ -76,9 +76,9 @@ class NumPy(Source):
 
     Each file has these arrays:
     x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
-    integers, which are token numbers. y [n] or [n, ...]: the labels; `data.kind` or
-    `labels.infer_kind` decides what they mean. user [n]: the user of each sample, for
-    partition=natural; this array may be missing.
+    integers, which are token numbers.
+    y [n] or [n, ...]: the labels; `data.kind` or `labels.infer_kind` decides what they mean.
+    user [n]: the user of each sample, for partition=natural; this array may be missing.
 
     Several inputs are arrays x.NAME in place of x, and several targets are arrays y.NAME in place
     of y. If samples have different numbers of entries of a target, y.NAME has all entries one after

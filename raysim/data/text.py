@@ -39,8 +39,9 @@ class Leaf(Source):
     Every user is a domain. An input is a text, a list of numbers, the name of a picture file
     (CelebA), or a list of fields, one of which has the text (Sent140). Characters of a text are
     tokens. If the labels are single characters (Shakespeare), the classes are the 80 characters
-    that LEAF uses. With `data.kind=causal` the texts are documents for a language model. The
-    overlapping texts of Shakespeare are first joined (`join_windows`).
+    that LEAF uses.
+    With `data.kind=causal` the texts are documents for a language model. The overlapping texts of
+    Shakespeare are first joined (`join_windows`).
     root: the folder with the folders train and test.
     length: the largest number of characters of an input. Of a longer text, only its end is used.
     With `data.kind=causal`, a longer document is cut into several samples.

@@ -27,8 +27,8 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
     An array of another NumPy type, such as dates, is returned unchanged; the caller must refuse it.
     column: an array, a tensor, a list, or a column of a table. A whole table becomes an array
     [rows, columns].
-    place: the name of the column in errors, such as "data: the labels for train". Raise ValueError
-    for missing values, rows of different shapes and mixed types. nan is allowed.
+    place: the name of the column in errors, such as "data: the labels for train".
+    Raise ValueError for missing values, rows of different shapes and mixed types. nan is allowed.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)

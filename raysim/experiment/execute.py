@@ -99,12 +99,12 @@ def run(
 
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, the name of an option or, except for `data`, a dictionary of values by key. `data` may
-    also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple of arrays
-    or tensors: (inputs, labels) or (inputs, labels, users). A pair of such objects gives first the
-    training samples and then the central test samples. `partition` may also be the rows of each
-    client, in a list of lists or a dictionary. `loss` may also be a function of outputs and labels
-    that returns a loss for each sample.
+    object, the name of an option or, except for `data`, a dictionary of values by key.
+    `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
+    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such objects gives
+    first the training samples and then the central test samples.
+    `partition` may also be the rows of each client, in a list of lists or a dictionary.
+    `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first one is
     the main metric, unless `evaluate.metric` names another one. It decides which trial of a sweep
     wins and which round is best on validation samples.
@@ -169,7 +169,8 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     temporary folder until this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
     parts: objects that config.yaml could not store, as in the call of `raysim.run`, such as
-    `model=...`. Raise `RefusedError` if there is no run in the folder.
+    `model=...`.
+    Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():
         url = str(folder) if is_url(folder) else ""

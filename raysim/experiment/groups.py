@@ -134,8 +134,8 @@ def load_option(path: Path, group: str) -> Node:
     """Read the YAML file of an option.
 
     group: the option's group. A file of "method" or "observer" must have a name on top, with
-    `_target_` and all arguments below it. Raise `RefusedError` if the file is not valid, or in
-    these two groups if it is empty.
+    `_target_` and all arguments below it.
+    Raise `RefusedError` if the file is not valid, or in these two groups if it is empty.
     """
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:

@@ -182,8 +182,9 @@ def describe_objects(
     objects: the objects, by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the same keys.
     config: the configuration without the objects, with the wrappers' stored settings of a resumed
-    run. Raise `RefusedError` for an object of a wrong type, and for an override of a setting that
-    an object does not have.
+    run.
+    Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
+    object does not have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():

@@ -171,8 +171,8 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 
     path: the key of this configuration, such as "method.fedprox", for errors.
     kind: the class that the returned class must extend, `Method` or `Observer`.
-    allow: the packages besides raysim whose classes the configuration may name. Raise
-    `RefusedError` if `node` names no class, or a class that does not extend `kind`.
+    allow: the packages besides raysim whose classes the configuration may name.
+    Raise `RefusedError` if `node` names no class, or a class that does not extend `kind`.
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
@@ -198,8 +198,8 @@ def build_metrics(
     names: the names in `evaluate.metrics`. A name with dots names a function, a `raysim.Metric`, or
     a class whose objects can be called. raysim's own metrics are skipped.
     allow: the packages besides raysim whose functions the configuration may name.
-    own: metrics that the user passed as Python objects, by name; they are not imported. Raise
-    `RefusedError` for a metric that cannot be imported.
+    own: metrics that the user passed as Python objects, by name; they are not imported.
+    Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}
     for name in names:

@@ -118,7 +118,8 @@ class Result:
 
         The index has the client numbers. The columns are `samples` (training samples), `tests`
         (test samples) and each score, such as `accuracy`. A score is nan if the last evaluation did
-        not score the client. Raise `RefusedError` if the run has not stored this table.
+        not score the client.
+        Raise `RefusedError` if the run has not stored this table.
         """
         import pandas as pd
 
@@ -137,7 +138,8 @@ class Result:
 
         The columns are `round`, `client`, and one for each score; an undefined score is nan. To get
         one column per client: `result.client_scores.pivot(index="round", columns="client",
-        values="accuracy")`. Raise `RefusedError` if the run has stored no scores of clients.
+        values="accuracy")`.
+        Raise `RefusedError` if the run has stored no scores of clients.
         """
         with errors_as_refusals():
             scores = read_client_scores(self.folder)
@@ -155,9 +157,9 @@ class Result:
 
         Its `state_dict` has the same keys as that of the user's model.
         best: True loads the round with the best validation score, or without validation samples
-        with the lowest training loss. Its number is `summary["best_model"]["round"]`. Raise
-        `RefusedError` if the run has not finished, if clients have personal parameters, if the
-        learner has no torch model, or if no round is best.
+        with the lowest training loss. Its number is `summary["best_model"]["round"]`.
+        Raise `RefusedError` if the run has not finished, if clients have personal parameters, if
+        the learner has no torch model, or with `best=True` if no round has a finite score.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -224,9 +226,9 @@ class Result:
         """Return the model with which a client is scored, in eval mode on the CPU.
 
         It has the final shared tensors and the client's personal tensors. With a method such as
-        Ditto, it is the client's personal model. Raise `RefusedError` if no client has this number,
-        if the run has not finished, or if the last round has no checkpoint, which client states,
-        clients' own models and replicas need.
+        Ditto, it is the client's personal model.
+        Raise `RefusedError` if no client has this number, if the run has not finished, or if the
+        last round has no checkpoint, which client states, clients' own models and replicas need.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -254,9 +256,10 @@ class Result:
         client: None uses the shared model and the central test set. A number uses the client's own
         model and the client's test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        model that the run scored last, which is the final version with most methods. Raise
-        `RefusedError` if the client does not exist, the test set is empty, or the folder lacks the
-        model or checkpoint. With client=None, also raise it if clients have personal parameters.
+        model that the run scored last, which is the final version with most methods.
+        Raise `RefusedError` if the client does not exist, the test set is empty, or the folder
+        lacks the model or checkpoint. With client=None, also raise it if clients have personal
+        parameters.
         """
         if client is None:
             self._refuse_personal()

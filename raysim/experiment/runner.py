@@ -108,8 +108,8 @@ class SteppedRun:
     start_events: function that starts a run and returns its events. Its arguments are the run, its
     folder, and the checkpoint's address ("" for none).
     allow: the packages besides raysim whose classes the configuration may name.
-    accepts_changes: True if settings of an unfinished run may differ from the stored ones. Raise
-    `RunFailedError` for a run that cannot be made.
+    accepts_changes: True if settings of an unfinished run may differ from the stored ones.
+    Raise `RunFailedError` for a run that cannot be made.
     """
 
     def __init__(

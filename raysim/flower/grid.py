@@ -286,11 +286,11 @@ class VirtualGrid(SimpleGrid):
         """Advance the virtual clock to the last reply to the messages that threads have sent.
 
         Flower's older `Server` sends the messages of a round from several threads, all at the same
-        virtual time. Call this function after the threads have ended. Return the clients that got
-        these messages, by Flower's node id: the virtual time in seconds of the client's last reply,
-        and the number of the client. Raise ReplayError if a resumed run does not repeat the
-        messages of the stored run, and WorkerDiedError if several workers died while they answered
-        the same message.
+        virtual time. Call this function after the threads have ended.
+        Return the clients that got these messages, by Flower's node id: the virtual time in seconds
+        of the client's last reply, and the number of the client.
+        Raise ReplayError if a resumed run does not repeat the messages of the stored run, and
+        WorkerDiedError if several workers died while they answered the same message.
         """
         with self._lock:
             if self._batch_end is not None:
