@@ -36,11 +36,10 @@ def run_study(
     """Run the command of a study that the command line names, and end this process.
 
     The command line is `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
-    usage: the text for any other command line, which ends with status 1. None prints nothing and
-    ends with status 0.
-    run_all: function that executes the runs of the study in FOLDER, with the overrides.
-    collect: function that copies the numbers of the runs in FOLDER into a file of the repository.
-    write_page: function that makes the study's page from the numbers in this file.
+    usage: the text for any other command line. The exit status is then 1, or 0 with None.
+    run_all: executes the runs of the study in FOLDER, with the overrides.
+    collect: copies the numbers of the runs in FOLDER into a file of the repository.
+    write_page: makes the study's page from this file.
     """
 
     def program() -> None:

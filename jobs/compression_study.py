@@ -4,8 +4,8 @@
     python -m jobs.compression_study collect runs/compression
     python -m jobs.compression_study page
 
-`run` executes 15 runs, with further arguments such as `data.root=DIR` as overrides, and continues
-if it was stopped. `collect` and `page` write docs/studies/compression.json, .md and .png.
+`run` executes 15 runs, and continues if it was stopped. Further arguments are overrides. `collect`
+and `page` write docs/studies/compression.json, .md and .png.
 """
 
 from __future__ import annotations

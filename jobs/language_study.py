@@ -4,14 +4,12 @@
     python -m jobs.language_study collect runs/language
     python -m jobs.language_study page
 
-`run` trains the base model centrally, and from it each method with three seeds. It continues if it
-was stopped. Further arguments, such as `local.steps=25`, apply to every run; `data.root` cannot be
-set. The methods in `RATES` run with several learning rates on the first seed, and with the best of
-them on all others. `collect` and `page` write docs/studies/language.json, .md and .png.
+`run` trains a base model centrally, and from it each method with three seeds. It continues if it
+was stopped. Further arguments are overrides of every run, except `data.root`. `collect` and `page`
+write docs/studies/language.json, .md and .png.
 
-`run runs/language only=DiLoCo,FedIT` executes the runs of some methods, and those of `base`.
-`collect` then keeps the stored numbers of all other methods. Their runs must have started from a
-base model with the same weights.
+`run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
+stored numbers of all other methods, which must have the same base model.
 """
 
 from __future__ import annotations
@@ -87,10 +85,10 @@ ONLY = "only="  # an argument of `run` that names methods
 
 # --- runs ---------------------------------------------------------------------------------------
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write the texts that train the base model and the clients, topics of Python's documentation.
+    """Write topics of Python's documentation as texts for the base model and for 8 clients.
 
-    Every second topic is for the base model. All other topics are divided among 8 clients.
-    Return the file for the base model, and the folder with a file for each client.
+    Every second topic is for the base model. Return its file, and the folder with a file for each
+    client.
     """
     from pydoc_data.topics import topics
 

@@ -54,10 +54,10 @@ def draw_panel(
     """Draw each entry's mean over the seeds as a line, and the range of the seeds as a band.
 
     Both are drawn only for costs at which all seeds have a value.
-    curves_of: maps each name in the legend to the curves of its seeds. A curve is an array [points,
-    2] of costs, which ascend, and scores.
-    cost_label: the label of the horizontal axis, which is logarithmic.
-    tick_format: the format of the numbers on the horizontal axis, such as "{x:g}".
+    curves_of: the curves of each entry's seeds, by the entry's name. A curve is an array [points,
+    2] of ascending costs, and scores.
+    cost_label: the label of the horizontal, logarithmic axis.
+    tick_format: the format of numbers on this axis, such as "{x:g}".
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -4,8 +4,8 @@
     python -m jobs.topology_study collect runs/topology
     python -m jobs.topology_study page
 
-`run` executes 36 runs, with further arguments such as `data.root=DIR` as overrides, and continues
-if it was stopped. `collect` and `page` write docs/studies/topology.json, .md and two pictures.
+`run` executes 36 runs, and continues if it was stopped. Further arguments are overrides. `collect`
+and `page` write docs/studies/topology.json, .md and two pictures.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class ClusterOptions:
     """The Ray cluster on which the benchmark runs, and the sizes of its models.
 
     address: a running Ray cluster; None starts Ray on this machine.
-    nodes: Ray nodes that the benchmark starts here; None means one.
-    workers: None means as many workers as fit, but at most `MAX_WORKERS`.
+    nodes: the Ray nodes to start on this machine; None means one.
+    workers: None means as many as fit, at most `MAX_WORKERS`.
     floats: the number of parameters of each model.
     """
 
@@ -105,11 +105,8 @@ class IdleWorker(ReadyWorker):
 class CountingRuntime:
     """A wrapper of a runtime that counts calls, received arrays, and bytes between nodes.
 
-    `counts` has four numbers:
-    calls: the coordinator's calls to workers and nodes.
-    arrays: updates and sums that the coordinator has received.
-    down: bytes of versions from the coordinator to other nodes.
-    up: bytes of updates and sums from other nodes to the coordinator.
+    `counts` has "calls" to workers and nodes, "arrays" that the coordinator has received, bytes of
+    versions to other nodes ("down"), and bytes of updates and sums from them ("up").
     """
 
     def __init__(self, inner: Any):
@@ -203,11 +200,10 @@ def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
 class RoundCost:
     """The median cost of a round.
 
-    floats: the number of floats of the model.
     way: how updates return, a key of `WAYS`.
-    calls: the number of the coordinator's calls to workers and nodes.
-    arrays: the number of updates and sums that the coordinator receives.
-    down, up: bytes between the coordinator and other nodes.
+    calls, arrays: the coordinator's calls to workers and nodes, and the updates and sums that it
+    receives.
+    down, up: bytes from the coordinator to other nodes, and back.
     cpu, wall: seconds of the coordinator.
     parts: the coordinator's wall seconds in each of `PARTS`.
     """
@@ -361,9 +357,7 @@ def bench(
     """Measure what a round costs on a Ray cluster; print a table, and write a JSON file.
 
     Return a cost for each model size and each of `WAYS`.
-    out: the path of the JSON file.
     rounds: the number of measured rounds for each cost.
-    say: function that prints a text.
     """
     results = []
     with connected_cluster(options) as size:

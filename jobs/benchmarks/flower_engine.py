@@ -3,18 +3,17 @@ r"""Compare raysim with Flower's own simulation engine, on workloads and on Flow
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
-Flower's engine needs its own Python environment, because it needs another version of Ray.
-
-W1 and W2 are workloads of `raysim bench`. Both simulators run them in turns with two processes of
-one thread. The result is raysim's time of a round divided by that of Flower's engine (median).
+Flower's engine needs its own Python environment, because it needs another version of Ray. W1 and W2
+are workloads of `raysim bench`. The result is raysim's time of a round divided by that of Flower's
+engine.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \
         --checkout checkout quickstart-sklearn fedprox
 
-All other names are programs in Flower's repository, listed in `flower_programs.py`. PACKAGES are
-the packages in the programs' pyproject.toml without flwr. Install them in Flower's environment,
-too. The result is a table of accuracies and times.
+All other names are programs in Flower's repository (`flower_programs.py`). PACKAGES are the
+packages in the programs' pyproject.toml without flwr; Flower's environment needs them, too. The
+result is a table of accuracies and times.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 class Program:
     """A program in Flower's repository: a Flower app, or an older program.
 
-    folder: the path of the program in the repository.
+    folder: the path in the repository.
     settings: the values of --run-config for an app, or the arguments of an older program, in which
     {seed} stands for the seed.
     module: the module that starts an older program; "" for an app.
@@ -421,9 +421,9 @@ def compare_program(
 
     Return the measurements of "raysim" and of "flower".
     checkout: a copy of Flower's repository.
-    data: the folder of the data sets; None if the programs load them from the internet.
-    engine: the path of the Python interpreter that has Flower's engine.
-    share: the share of the rows in `data` that is used, from 0 to 1.
+    data: the folder of the data sets; None if the programs download them.
+    engine: the Python interpreter of Flower's engine.
+    share: the share of the rows in `data` that is used.
     """
     program = PROGRAMS[name]
     folder = checkout / program.folder

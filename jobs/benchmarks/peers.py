@@ -6,8 +6,7 @@
 
 All three train the workloads of `raysim bench` with FedAvg, in turns. raysim and pfl-research have
 two processes of one thread. FedJAX has one process of two threads, and the faster of its two
-backends counts. A measurement is the mean time of a round for raysim, and the median for
-pfl-research and FedJAX. The result is the median ratio of raysim's time to that of each peer.
+backends counts. The result is the median ratio of raysim's time to that of each peer.
 """
 
 from __future__ import annotations
@@ -129,9 +128,9 @@ def time_peer(
     """Run the benchmark app of another simulator; return the median wall seconds of a round.
 
     app: a file in `peer_apps`.
-    python: the path of the Python interpreter that has the simulator.
-    rounds: the number of measured rounds, after `WARM_UP_ROUNDS` rounds that are not measured.
-    environments: the additional environment variables of each process.
+    python: the Python interpreter that has the simulator.
+    rounds: the number of measured rounds.
+    environments: additional environment variables of each process.
     """
     times = folder / "times.json"
     times.unlink(missing_ok=True)
@@ -178,7 +177,6 @@ def compare(
 
     Ray must be running.
     root: the folder of Fashion-MNIST; None downloads it; "" takes random images.
-    blocks: the number of measurements of each simulator.
     pfl, fedjax: paths of Python interpreters; None leaves the simulator out.
     """
     from raysim.runtime.ray import start_workers

@@ -3,7 +3,7 @@
     uv run python -m jobs.benchmarks.planner
 
 An event is a dispatch or the end of a job. Of a million clients, about a thousand are in flight.
-Seconds are CPU time. `jobs.benchmarks.scale` also runs this benchmark.
+Seconds are CPU time.
 """
 
 from __future__ import annotations

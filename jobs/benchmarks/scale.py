@@ -2,9 +2,8 @@
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
-`jobs.benchmarks.planner` runs first. `--blocks` is the number of measured aggregations of a case. A
-case whose aggregations have one update has 100 times as many. `jobs/README.md` derives the limits
-of a large cluster from these numbers.
+`jobs.benchmarks.planner` runs first. `--blocks` is the number of measured aggregations of a case.
+`jobs/README.md` derives the limits of a large cluster from the results.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Case:
 
     clients: the number of clients that train at the same time.
     widths: the widths of the model's hidden layers.
-    fleet: the option "ideal" or "lognormal".
-    ray: True makes the workers Ray actors; False makes them objects in this process.
+    fleet: "ideal" or "lognormal".
+    ray: False makes the workers objects in this process.
     alone: True aggregates each update as soon as it arrives, and uses two workers.
     """
 
@@ -276,13 +275,10 @@ def measure(case: Case, rounds: int) -> AggregationCost:
 
 
 def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[AggregationCost]:
-    """Measure the planner and all cases; print a table, and write the results to a JSON file.
+    """Measure the planner and all cases; print a table, and write the JSON file `out`.
 
     Return the cost of one aggregation for each case.
-    out: the path of the JSON file.
-    rounds: the number of measured aggregations of a case. A case whose aggregations have one update
-    has 100 times as many.
-    say: function that prints a text.
+    rounds: the number of measured aggregations of a case, times 100 for aggregations of one update.
     """
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster

@@ -2,12 +2,11 @@
 
     uv run python -m jobs.benchmarks.states --clients 10000
 
-1. It writes checkpoints of the workload W1 of `raysim bench`, and of 10,000 clients with states of
-   SCAFFOLD, of which a fixed number changes before each checkpoint.
-2. It trains 1,000 clients with SCAFFOLD and the model of the workload W2: first with all states in
-   memory, then with nine tenths on disk.
-3. It trains `--clients` clients in the same way, with at most 1 GiB of states in memory. The disk
-   must have 16.5 GB for 100,000 clients.
+1. Checkpoints of the workload W1 of `raysim bench`, and of 10,000 clients with states of SCAFFOLD.
+2. 1,000 clients with SCAFFOLD and the model of the workload W2: first with all states in memory,
+   then with nine tenths on disk.
+3. `--clients` such clients with at most 1 GiB of states in memory. The disk must have 16.5 GB for
+   100,000 clients.
 """
 
 from __future__ import annotations

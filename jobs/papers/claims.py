@@ -1,14 +1,12 @@
 """Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
-A claim says that a method has a higher or a lower score than a second method. The verdict at a
-setting follows from the 95 % interval (Student's t) of the differences of scores on equal seeds:
+A claim says that a method has a higher or a lower score than a second method. The verdict follows
+from the 95 % interval (Student's t) of the differences of scores on equal seeds:
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
     undecided      the interval contains 0 or does not exist, or the accuracy of the second method
                    is less than `TRAINED` times the accuracy in the paper
-
-There is no interval for too few common seeds or for equal differences.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ class Printed:
 
     table: the name of the table, such as "fedbr/table1".
     row, other_row: the labels of the rows of `Claim.method` and of `Claim.other`.
-    dataset: the data set on which the paper measured both numbers.
-    column: the title of the column.
     """
 
     table: str
@@ -78,13 +74,12 @@ class Claim:
 
     method, other: the overrides of the two methods, such as "method=fedbr method.fedbr.mu=0".
     score: the score of our runs that is compared.
-    settings: the names of the settings at which we test the claim, the largest setting last.
-    printed: the numbers that the paper prints for the two methods; None if there are none.
+    settings: the settings at which we test the claim, the largest one last.
+    printed: the paper's numbers; None if there are none.
     source: the figure or the equations that make the claim, such as "Figure 5b"; "" if `printed`
     names a table.
-    deviations: True if the claim is about the printed standard deviations in place of the means.
-    higher: True if the paper claims the higher score for `method`, False for the lower one.
-    unit: the unit of the score.
+    deviations: True if the claim is about printed standard deviations, not means.
+    higher: True if the paper claims the higher score for `method`.
     """
 
     text: str
@@ -113,9 +108,8 @@ class Claim:
 class Finding:
     """The scores of the two methods of a claim, in our runs at one setting.
 
-    pairs: the scores of `claim.method` and of `claim.other` for each seed that both have.
-    accuracy: the mean accuracy of our runs of `claim.other` in percent; None if the paper prints no
-    numbers for the claim.
+    pairs: the scores of `claim.method` and `claim.other` for each common seed.
+    accuracy: the mean accuracy of `claim.other` in percent; None if the paper prints no numbers.
     """
 
     claim: Claim

@@ -41,9 +41,9 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    variant: the differences in the hyperparameters of the methods, or "".
+    variant: the differences in the methods' hyperparameters, or "".
     setting: all further differences, such as another number of rounds, or "".
-    data: the data set of the run if it is not the paper's; else "".
+    data: the data set of the run if it is not the paper's, or "".
     is_stored: True if the run is stored with raysim.
     """
 
@@ -60,8 +60,8 @@ class Entry:
 
     command: the command of a run at the paper's setting.
     score: the rule that computes the score of a run.
-    variant: how the hyperparameters of the methods differ from the paper in all `matches`. It is ""
-    if they do not differ, or before `at` has divided the entry.
+    variant: the difference of the methods' hyperparameters from the paper in all `matches`; "" if
+    there is none, or before `at` has divided the entry.
     """
 
     cell: Cell
@@ -189,13 +189,12 @@ def compare(
 ) -> str:
     """Return a text with the numbers of a paper's table and our scores next to them.
 
-    Each configuration has text tables of its own. The one at which the user has runs for the most
-    cells comes first. The commands of missing runs come last.
-    name: the name of the paper's table, such as "fedbr/table1". Raise `RefusedError` for an unknown
-    name.
+    The first text tables show the configuration at which the user has runs for the most cells. The
+    commands of missing runs come last. Raise `RefusedError` for an unknown name.
+    name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
     width: the largest number of characters in a line.
-    stored: raysim's stored runs, shown if the user has no run with the same configuration.
+    stored: raysim's stored runs, for cells without a run of the user at the same configuration.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]

@@ -4,8 +4,8 @@
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data      draw one, into figures/
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data rounds=100 seed=1
 
-Further arguments are overrides of all runs of the figure. Finished runs in figures/, or in the
-folder --out, are not repeated. --store writes numbers and picture for the pages in docs/papers.
+Further arguments are overrides. Finished runs in figures/, or in the folder --out, are not
+repeated. --store writes the files of the pages in docs/papers.
 """
 
 from __future__ import annotations

@@ -28,12 +28,10 @@ RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key includes the
 class PairedSetting:
     """Runs of FedAvg and of other methods that differ only in method and seed.
 
-    setting: the settings that are equal in all runs.
-    others, too_few: the methods with at least `MIN_PAIRS` seeds in common with FedAvg, and all
-    others.
+    others, too_few: the methods with at least, and with less than, `MIN_PAIRS` seeds in common with
+    FedAvg.
     scores: the scores that all runs in `fedavg` and `others` have, by title.
-    own_method: the paper's method, such as "fedld". Names of methods with some of its components
-    begin with this name.
+    own_method: the paper's method, such as "fedld". Names of its partial variants begin with it.
     """
 
     setting: Setting

@@ -5,8 +5,8 @@
 
 `prepare` needs all dependencies of raysim. It writes the runs and the data sets to DIR, which can
 be copied to another machine. `run` needs only the packages of `raysim bench gpu`. It starts or
-continues unfinished runs. `jobs/papers/gpu.sh` executes both commands. `python -m
-jobs.papers.results DIR/runs/NAME...` stores finished runs for the papers' pages.
+continues unfinished runs. `python -m jobs.papers.results DIR/runs/NAME...` stores finished runs for
+the papers' pages.
 """
 
 from __future__ import annotations

@@ -51,12 +51,11 @@ class Command:
 class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
-    column: the history column of the score. Rounds until an accuracy are counted in this column.
-    summary: a function of the rows of the history and the column's name; None means no score.
-    factor: the number by which the score is multiplied, such as 100 for percent.
-    spread: a function like `summary` for the deviation within one run; None if the paper's table
-    prints no such deviation.
-    additional_columns: maps titles to further columns, whose scores are computed in the same way.
+    column: the history column of the score, also for the rounds until an accuracy.
+    summary: returns the score from the rows of the history and the column's name, or None.
+    factor: the factor on the score, such as 100 for percent.
+    spread: returns the deviation within one run in the same way; None if the table prints none.
+    additional_columns: maps titles to further columns with such a score.
     """
 
     column: str
@@ -70,12 +69,10 @@ class Score:
 class PaperRuns:
     """A map from the cells of a paper's tables to commands of our runs and to their scores.
 
-    own_method: the paper's method, such as "fedld". Names of methods with some of its components
-    begin with this name.
-    command: returns the command of our run for a cell.
-    score: returns the rule for our score that is compared with a cell.
-    row_prefixes: the beginnings of the configuration keys that tell the rows of a table apart. A
-    run must have a row's values of these keys.
+    own_method: the paper's method, such as "fedld". Names of its partial variants begin with it.
+    command, score: return our run's command and score for a cell.
+    row_prefixes: the beginnings of the configuration keys whose values tell the rows of a table
+    apart.
     notes: remarks on our runs, by the name of the table.
     score_explanation: which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.

@@ -19,14 +19,12 @@ class Cell:
     """One printed number of a table.
 
     methods: the names of the methods without FedAvg.
-    variant: the values of the methods' parameters in this row, such as {"tau2": 0.5}.
-    printed: the label of the row in the paper; None if the row has none.
-    dataset: such as "cifar10".
+    variant: the methods' parameters in this row, such as {"tau2": 0.5}.
+    printed: the label of the row in the paper, or None.
     column: the title of the column in the paper.
     mean: the number with all printed digits.
-    deviation: the number after "±"; None if there is none.
-    rounds_to: the printed number of rounds until an accuracy, such as {"0.80": 828}; None for a
-    dash.
+    deviation: the number after "±", or None.
+    rounds_to: the rounds until an accuracy, such as {"0.80": 828}; None for a dash.
     unit: such as "percent".
     """
 
@@ -60,9 +58,8 @@ class Table:
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
     metric: which score the table has, and from which rounds it is computed.
-    deviation_of: what the deviations are taken over, such as "seeds"; "" if the table has none.
-    momentum: the local optimizer's momentum by data set; {} if it is the same for all or not
-    stated.
+    deviation_of: what deviations are taken over, such as "seeds", or "".
+    momentum: the local momentum by data set; {} if it does not differ or is not stated.
     notes: contradictions and missing information in the paper.
     cells: the printed numbers, in the order of the paper.
     """

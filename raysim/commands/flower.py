@@ -33,15 +33,11 @@ _SETTING = re.compile(r"""([^\s=]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 class FlowerRequest:
     """The parsed arguments of `raysim flower run`.
 
-    project: the Flower app.
-    config: the configuration of raysim as nested dictionaries; it has the settings of the fleet,
-    for example.
+    config: raysim's configuration, for example of the fleet.
     seeds: the app is run once for each seed.
-    clients: the number of clients. None takes the number in the Flower project, or 10 if it has
-    none.
-    samples: the number of samples of each client; it decides how much virtual time a client's
-    training takes.
-    run_config: values for the app's run config, by key. They replace the app's defaults.
+    clients: None takes the number in the Flower project, or 10 if it has none.
+    samples: the number of samples of each client, which decides the virtual time of training.
+    run_config: values that replace the app's defaults, by key.
     """
 
     project: Project

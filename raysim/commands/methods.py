@@ -24,12 +24,11 @@ INDENT = "    "
 class MethodEntry:
     """A method, as `raysim methods` shows it.
 
-    name: the name of the method.
     option: the option of `method=` that selects the method, possibly together with other methods.
     paper: the source of the method, or "".
     about: one line that says what the method does.
-    texts: the docstring of the method's module, then the docstring of the method's class.
-    hooks: the names of the hooks that the method overrides.
+    texts: the docstrings of the method's module and class.
+    hooks: the hooks that the method overrides.
     parameters: the method's settings with their defaults, by name.
     """
 

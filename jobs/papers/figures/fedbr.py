@@ -83,9 +83,8 @@ def _most_uneven(local: Sequence[Probe]) -> Probe:
 def features(runs: Runs) -> Sequence[Panel]:
     """Return three panels with the features of a central, a local and the global model.
 
-    The central model is trained on the data of all clients. The global model is what the clients
-    receive in FedAvg's last round. The client with the fewest classes trains the local model from
-    it.
+    The central model is trained on all data. The global model is what clients receive in FedAvg's
+    last round. The client with the fewest classes trains the local model from it.
     """
     federated = probes(run_with_probes(runs, "method=fedavg"))
     central = probes(run_with_probes(runs, "method=centralized"))[0]
@@ -184,10 +183,10 @@ def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     """Return panels about a start model, and about the model that one client trains from it.
 
     The client is the one with the fewest classes, in a FedAvg run of one round. The panels show the
-    features of both models, and the mean output of the client's model on classes that the client
-    lacks. The last panel is left out if the client has all classes.
-    epochs: the epochs of centralized training that make the start model. 0 takes the final model of
-    FedAvg after `ROUNDS` rounds.
+    features of both models, and the client model's mean output on classes that the client lacks, if
+    there are any.
+    epochs: the epochs of centralized training of the start model. 0 takes the final model of
+    FedAvg.
     overrides: overrides of the run with one round.
     """
     if epochs:

@@ -35,10 +35,10 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
     """Return two panels of a history column: with uneven labels, and with half of them wrong.
 
-    The lines of a panel are training on all samples, on the half with the lowest losses, and on the
-    half with the highest losses.
+    The lines are training on all samples, on the half with the lowest losses, and on the half with
+    the highest.
     column: the name of the column, in which {} stands for the name of the method.
-    factor: the number by which the values are multiplied.
+    factor: the factor on the values.
     y: the label of the vertical axis.
     """
     panels = []

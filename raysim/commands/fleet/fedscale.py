@@ -1,18 +1,16 @@
 """Convert the device data of FedScale (Lai et al., ICML 2022) into a trace.
 
-FedScale has two files. Each is a pickled dictionary, which has a dictionary of values for each
-client:
+FedScale has two pickled dictionaries with values for each client:
 
-- `client_device_capacity`: "computation" is the milliseconds that inference takes for one sample.
-  Training a sample takes three times as long. "communication" is the bandwidth in both directions,
-  in units of 1,024 bits per second.
-- `client_behave_trace`: "active" and "inactive" are lists of seconds. A client is available from
-  active[i] to inactive[i], and the times repeat after "finish_time" seconds.
+- `client_device_capacity`: "computation" is the milliseconds of inference for one sample; training
+  takes three times as long. "communication" is the bandwidth in both directions, in units of 1,024
+  bits per second.
+- `client_behave_trace`: a client is available from active[i] to inactive[i] (seconds), and the
+  times repeat after "finish_time" seconds.
 
-The two files describe different clients. The trace has the clients of `client_behave_trace` that
-can be converted, with new numbers from 0. The i-th client of the file gets the capacity of the i-th
-client of `client_device_capacity`. If this file has fewer clients, its clients are used again from
-the first one on.
+The files describe different clients. The i-th client of `client_behave_trace` gets the i-th
+capacity, and capacities are used again if there are too few. Clients that cannot be converted are
+left out; the others get new numbers from 0.
 """
 
 from __future__ import annotations

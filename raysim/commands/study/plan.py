@@ -56,12 +56,10 @@ class StudyPlan:
 
     folder: the folder of the study; each run has a folder inside it.
     conf: the user's own folders of options.
-    overrides: the overrides of each key, one for each value, such as {"seed": ("seed=0",
-    "seed=1")}.
+    overrides: the overrides of each key, such as {"seed": ("seed=0", "seed=1")}.
     runs: all runs, those of the first seed first.
-    is_new: True if the folder of the study must not exist yet. False if it may exist, so that the
-    study is continued in it.
-    is_dated: True if the user gave no `out=`, so that the folder's name is the time of the start.
+    is_new: True if the folder of the study must not exist yet.
+    is_dated: True if the folder is named after the time of the start, because there is no `out=`.
     """
 
     folder: Path
@@ -117,15 +115,13 @@ class StudyPlan:
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     """Return the study that the overrides describe; the runs of the first seed come first.
 
-    overrides: the overrides of `raysim run`, but each can have several values, such as
-    "method=fedavg,fedprox", "seed=0..4" and "rounds=20". The study has a run for each combination
-    of values. Runs that do not have a key, such as method.fedprox.mu, ignore its override. With
-    resume=latest, the study in the folder of `out=` is continued: its stored overrides are used,
-    too.
+    overrides: such as "method=fedavg,fedprox", "seed=0..4" and "rounds=20". The study has a run for
+    each combination of values. Runs without a key, such as method.fedprox.mu, ignore its override.
+    With resume=latest, the stored overrides of the study in `out=` are used, too.
     conf: the user's own folders of options.
 
-    Raise `RefusedError` if no run has the key of an override. Also raise it if the folder exists
-    already and there is no resume=latest.
+    Raise `RefusedError` if no run has the key of an override, or if the folder exists without
+    resume=latest.
     """
     overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
     out = overrides_of.pop("out", ())

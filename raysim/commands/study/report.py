@@ -85,11 +85,10 @@ class RunScores:
 class Comparison:
     """One setting compared with the reference; all other settings are equal.
 
-    metric: the name of the metric.
-    where: the other settings, such as "alpha=0.1", which are equal for `what` and `reference`.
-    what: the setting that is compared with the reference, such as "fedprox".
-    reference: the setting with which `what` is compared, such as "fedavg".
-    seeds: the seeds for which both `what` and `reference` have a finished run with the metric.
+    where: the settings that are equal, such as "alpha=0.1".
+    what: the compared setting, such as "fedprox".
+    reference: the setting with which it is compared, such as "fedavg".
+    seeds: the seeds for which both have a finished run with the metric.
     differences: for each seed, the metric of `what` minus the metric of `reference`.
     test: the mean difference with its interval and its p-value.
     """
@@ -223,16 +222,13 @@ def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
 def compare_settings(
     study: StudyPlan, scores: Sequence[RunScores], metric: str
 ) -> list[Comparison]:
-    """Compare settings of a study with a reference setting; return all comparisons.
+    """Compare settings of a study with a reference setting, in pairs of runs with equal seeds.
 
-    Two settings are compared in pairs: a pair has one run of each setting, with the same seed.
-    A setting is a combination of values of the keys that `compared_keys` returns. The study may
-    vary further keys, for example the partition. Runs are grouped by the values of these further
-    keys. In each group, the first setting is the reference: all other settings of the group are
-    compared with it. Holm's correction of the p-values counts all returned comparisons.
+    A setting is a combination of values of `compared_keys`. Runs are grouped by all other keys that
+    vary. In each group, the first setting is the reference of all others. Holm's correction of the
+    p-values counts all returned comparisons.
 
     scores: all runs of the study with their metrics.
-    metric: the name of the compared metric.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for run_scores in scores:
@@ -286,11 +282,11 @@ def _format_number(
 ) -> str:
     """Return a number as text, or a dash for None.
 
-    metric: the name of the metric. Numbers of rounds have one decimal. For all other metrics, a
-    smaller number has more decimals.
+    metric: numbers of rounds have one decimal. In all other metrics, smaller numbers have more
+    decimals.
     sign: "+" shows the sign of positive numbers.
-    like: a number that decides the number of decimals in place of `value`; None uses `value`. For a
-    standard deviation, the caller passes the mean, so that both numbers have equally many decimals.
+    like: a number that decides the number of decimals, such as the mean for a deviation; None uses
+    `value`.
     """
     if value is None:
         return MISSING

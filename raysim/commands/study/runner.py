@@ -58,8 +58,8 @@ class RunEnd:
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
     """Build every run of a study, so that errors are found before the first run starts.
 
-    Nothing is written but data sets in the cache. Return a copy of the study, in which the fields
-    `config`, `is_finished` and `warnings` of each run are up to date.
+    Only data sets are written, into the cache. Return the study with new `config`, `is_finished`
+    and `warnings` of each run.
     allow: the user's own packages whose classes the options may use.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
@@ -123,10 +123,9 @@ def make_runs(
 
     parallel: the number of runs at a time.
     allow: the user's own packages whose classes the options may use.
-    say: function that gets a line for each run that has ended, and one about runs that were
-    finished before.
-    show: function that displays the progress on the terminal. It gets the text "running: NAMES"
-    and, if `parallel` is 1, a second text after every round, such as " · round 3/20".
+    say: function that gets a line for each run that has ended.
+    show: function that displays the progress. It gets the text "running: NAMES" and, if `parallel`
+    is 1, a second text after every round, such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """
@@ -198,14 +197,11 @@ def _run_one_by_one(
     begin: Callable[[StudyRun], None],
     show_progress: Say,
 ) -> Generator[RunEnd]:
-    """Execute runs one after another in this process, on one Ray cluster.
+    """Execute runs one after another in this process, on one Ray cluster; yield each outcome.
 
-    Yield the outcome of each run when the run ends.
-    study: the study, whose folder gets the logs of the runs.
-    runs: the runs to execute.
     allow: the user's own packages whose classes the options may use.
     begin: function that is called with each run before it starts.
-    show_progress: function that is called with a text such as " · round 3/20" after every round.
+    show_progress: function that gets a text such as " · round 3/20" after every round.
     """
     with ExitStack() as session:
         for run in runs:
@@ -290,11 +286,8 @@ def _run_in_parallel(
     begin: Callable[[StudyRun], None],
     parallel: int,
 ) -> Generator[RunEnd]:
-    """Execute several runs at a time on one Ray cluster, each in a process of its own.
+    """Execute runs at the same time on one Ray cluster, each in a process; yield each outcome.
 
-    Yield the outcome of each run when the run ends.
-    study: the study, whose folder gets the logs of the runs.
-    runs: the runs to execute.
     allow: the user's own packages whose classes the options may use.
     begin: function that is called with each run before it starts.
     parallel: the number of runs at a time.

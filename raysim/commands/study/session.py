@@ -47,13 +47,10 @@ class StudyResult:
     def differences(self) -> pd.DataFrame:
         """Return a table of differences between settings, with intervals and p-values.
 
-        A setting is a combination of values of the compared keys. If `method`, or keys that begin
-        with "method.", have several values in the study, these keys are compared. Otherwise only
-        the first key with several values is compared, where the seed does not count. Each row
-        compares a setting with a reference, the first setting of the study.
-
-        The study may also vary further keys, such as `partition`. A setting and the reference are
-        then compared separately for each combination of values of the further keys.
+        The compared keys are `method` and "method.*" if they have several values, otherwise only
+        the first key (except the seed) that has. Each row compares a combination of their values
+        with the first one of the study, separately for each combination of other keys that vary,
+        such as `partition`.
 
         The table is empty if nothing can be compared. Raise FileNotFoundError if no run has
         finished.
@@ -88,15 +85,13 @@ def study(
         result = raysim.study("method=fedavg,fedprox seed=0..4 rounds=20 out=studies/mine")
         result.runs, result.differences
 
-    overrides: the overrides of `raysim study`, in one text or a list.
     parallel: the number of runs at a time.
-    metrics: the names of the metrics to compare; () compares the usual metrics.
+    metrics: the metrics to compare; () means the usual ones.
     conf: your own folders of options.
     allow: your own packages whose classes the options may use.
-    quiet: print nothing.
 
-    Raise `RefusedError` if an override or a run is impossible (the study's folder is not written
-    then), and `Interrupted` if the user stops the study.
+    Raise `RefusedError` if an override or a run is impossible (no folder is written then), and
+    `Interrupted` if the user stops the study.
     """
     if parallel < 1:
         raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it.")

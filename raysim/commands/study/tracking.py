@@ -26,10 +26,8 @@ FILES = (
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
     """Begin or continue MLflow's parent run of a study; when the `with` block ends, finish it.
 
-    At the end, the means of the metrics and the study's result files are sent to MLflow. Without
-    tracking.uri, they are stored for `raysim ui` instead. If no run of the study has
-    tracking=mlflow, this function does nothing.
-    study: the study. Its runs with tracking=mlflow become children of the parent run.
+    The parent run gets the means of the metrics and the study's result files. Without tracking.uri,
+    they are stored for `raysim ui`. Nothing happens if no run has tracking=mlflow.
     say: function that gets lines for the user, for example if MLflow's server does not answer.
     """
     tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]

@@ -1,9 +1,7 @@
 """Implement `raysim fetch`: copy the results of a submitted command to this machine.
 
-Here a job is a job of Ray: `raysim submit` starts one for each command. This machine connects only
-to Ray's job server. It starts a second, small job on the node of the first job. This job prints the
-packed folder as text, and the job server returns the text. Results at a URL are read from the URL
-instead.
+Here a job is a job of Ray. Through Ray's job server, a second job on the node of the first one
+prints the packed folder as text. Results at a URL are read from the URL instead.
 """
 
 from __future__ import annotations
@@ -60,20 +58,17 @@ def fetch(
 ) -> Path:
     """Copy the results of a Ray job into a folder on this machine, and return the folder.
 
-    The job's node packs the results folder into an archive (tar.gz), which this machine unpacks.
-    The job may still be running, because raysim replaces a result file only when the new content is
-    complete. Files of the same name on this machine are replaced.
+    The job may still be running. Files of the same name on this machine are replaced.
     job: the id of the Ray job, which `raysim submit` prints, or the URL of a run.
-    target: the folder on this machine. None takes a folder in the current folder, with the same
-    name as the job's folder.
-    address: the URL of the job server; None reads Ray's environment variables and, without these,
-    takes the job server on this machine.
-    folder: the folder with the results on the node of the job; None takes the value of out= in the
-    job's command.
+    target: the folder on this machine; None takes the name of the job's folder, in the current
+    folder.
+    address: the URL of the job server; None reads Ray's environment variables, or takes the job
+    server on this machine.
+    folder: the results folder on the job's node; None takes out= of the job's command.
     checkpoints: True also copies the checkpoints.
-    limit_mb: the largest allowed size of the archive in MB; not used for results at a URL.
-    Raise `RefusedError` if there is no such job or folder, or if the archive exceeds the limit.
-    Raise `RunStoppedError` if the connection to the job server is lost for too long.
+    limit_mb: the largest size in MB of the packed folder; not used for results at a URL.
+    Raise `RefusedError` if there is no such job or folder, or if the limit is exceeded. Raise
+    `RunStoppedError` if the connection to the job server is lost for too long.
     """
     if is_url(job):
         return _fetch_url(job, target, checkpoints)
@@ -188,15 +183,11 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Return the bytes of the archive that a packing job has printed.
+    """Return the bytes of the archive that a packing job has printed as base64 text.
 
-    `raysim fetch` starts the packing job, a Ray job on the node that has the results of an earlier
-    Ray job. The packing job prints the archive of the results folder as base64 text. If it cannot
-    pack the folder, it prints an error instead.
+    The packing job is a Ray job on the node that has the results of the Ray job `job`.
     text: everything that the packing job has printed.
-    folder: the results folder, for errors.
-    job: the id of the earlier Ray job, for errors.
-    limit_mb: the largest size of the archive in MB, for errors.
+    folder, job, limit_mb: the results folder, the job and the size limit in MB, for errors.
     Raise `RefusedError` if the text has an error in place of the archive, or no whole archive.
     """
     lines = text.splitlines()

@@ -161,14 +161,13 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
 class ConnectionToJob:
     """A connection to a running Ray job, which reconnects if the connection breaks.
 
-    All methods raise `RunStoppedError` if reconnecting takes longer than `wait_s`, or if the job
-    server does not know the job.
+    All methods raise `RunStoppedError` if reconnecting takes longer than `wait_s` seconds, or if
+    the job server does not know the job.
 
-    client: Ray's object that sends requests to the job server; `connect` returns it.
+    client: the connection to the job server, from `connect`.
     job: the id of the Ray job.
     write: function that gets the job's output.
     say: function that gets a line about a broken connection.
-    wait_s: the time limit for reconnecting, in seconds.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Implement `raysim submit`: send a command and its files to a cluster, and print its output.
 
-The cluster executes the command as a job of Ray. The folder of this job contains `raysim/`,
-`conf/`, the files that pip needs (`PROJECT_FILES`), the files that --with lists, and the plugins
-that the command uses. It contains nothing else of the current folder. If raysim is installed from a
-wheel, `conf/` is inside `raysim/`, and the files in `PROJECT_FILES` are missing.
+The cluster executes a job of Ray. Its folder has only `raysim/`, `conf/`, `PROJECT_FILES`, the
+files of --with, and the plugins that the command uses. If raysim is installed from a wheel, `conf/`
+is inside `raysim/`, and `PROJECT_FILES` are missing.
 """
 
 from __future__ import annotations
@@ -55,13 +54,12 @@ class PackedFile:
 
 
 def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
-    """Return the files to send to the cluster.
+    """Return the files to send: raysim, its configuration folder, `PROJECT_FILES`, and `extra`.
 
-    These are the package raysim, its configuration folder conf, the files in `PROJECT_FILES`, and
-    `extra`. Hidden files and byte code in folders are left out.
+    Hidden files and byte code in folders are left out.
     extra: the files and folders of --with.
-    Raise `RefusedError` for a path of --with that does not exist or whose name is already used.
-    Also raise it for a link to a folder, and for a link to a file outside of the sent folder.
+    Raise `RefusedError` for a path of --with that does not exist or whose name is already used, for
+    a link to a folder, and for a link to a file outside of the sent folder.
     """
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)
@@ -208,12 +206,9 @@ def with_plugins(
 ) -> tuple[JobCommand, list[str | Path]]:
     """Let a submitted command send and use the plugins that it needs.
 
-    A plugin is an installed package with classes for raysim, such as methods. The nodes of a
-    cluster may not have the plugin installed, so its folder is sent with the command. The flag
-    --allow lets the command use it.
-    Return the command with a flag --allow for each plugin that it uses. Also return the list of
-    files and folders to send: `extra` and the folders of these plugins.
-    extra: the files and folders that the user gave with --with.
+    A plugin is an installed package with classes for raysim, which the cluster may lack. Return the
+    command with a flag --allow for each plugin that it uses, and the files and folders to send:
+    `extra` and the folders of these plugins.
     """
     packed = list(extra)
     words = list(command.words)
@@ -255,10 +250,9 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
     """Check a command on this machine, before anything is sent to the cluster.
 
-    files: the files that will be sent to the cluster.
-    Raise `RefusedError` if the folder or file of --conf or --config is not among `files`. Also
-    raise it if the results would be written into a folder that the cluster deletes. For `raysim
-    run`, also raise it for impossible overrides, if all files of --conf and --config are here.
+    Raise `RefusedError` if a folder or file of --conf or --config is not among `files`, or if the
+    cluster would delete the results. For `raysim run`, also raise it for impossible overrides, if
+    all files of --conf and --config are here.
     """
     _check_out(command)
     _check_packed(command, files)
@@ -349,18 +343,15 @@ def submit(
 ) -> int:
     """Pack, upload and start a job; with `wait`, return the exit status of its command.
 
-    command: the command that the job runs.
-    address: the address of the cluster's job server; None reads Ray's environment variables.
+    address: the job server of the cluster; None reads Ray's environment variables.
     extra: the files and folders of --with.
     limit_mb: the largest size of the files in MB.
-    environment: the file of --runtime-env; None without one.
-    wait: True prints the job's output and waits for its end; False returns 0 after the job has
-    started.
+    environment: the file of --runtime-env.
+    wait: True prints the job's output until its end; False returns 0 after the start.
 
-    Raise `RefusedError` if the job cannot be started. Raise `RunStoppedError` if the connection to
-    the job server is lost for too long, or if the job server no longer knows the job. Ctrl-C does
-    not stop the job; the message of KeyboardInterrupt then has the commands that show and stop the
-    job.
+    Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the job server does
+    not answer for too long or no longer knows the job. Ctrl-C does not stop the job: the message of
+    KeyboardInterrupt has the commands that show and stop it.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

@@ -38,14 +38,12 @@ class SweepOverrides:
 
 
 def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ()) -> SweepOverrides:
-    """Sort the overrides of a sweep into three groups.
+    """Sort the overrides of a sweep into options of the sweep, keys to search, and fixed values.
 
-    - Options of the sweep: "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets
-      an option.
-    - Keys whose values the sweep tries: a list such as "method.fedprox.mu=0.01,0.1", or an interval
-      such as "local.lr='tag(log, interval(1e-3, 1))'".
-    - Fixed values, such as "rounds=20". If the chosen file lists values for the key, these are not
-      tried.
+    - "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option.
+    - A searched key has a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
+      "local.lr='tag(log, interval(1e-3, 1))'".
+    - A fixed value, such as "rounds=20", replaces values for its key in the chosen file.
 
     folders: the user's own folders of options.
 

@@ -64,28 +64,25 @@ WHY_NOT_SEARCHED = {
 class SweepOptions:
     """The settings `sweep.*`: how to search, and with which resources.
 
-    A trial is one setting, that is, one value for each searched key.
+    A trial is one value for each searched key.
 
-    name: the name of the file in `conf/sweep` that the command chose.
-    search: "random" draws settings at random, and "grid" tries all combinations. "optuna" lets
-    Optuna propose settings that depend on the scores of earlier trials.
-    scheduler: "none" trains every trial to its end. "asha" stops the worse trials early
-    (asynchronous successive halving). "pbt" replaces the worse trials by changed copies of the
-    better ones (population-based training).
-    trials: the number of settings to try. null tries all combinations with search="grid", and 16
-    settings otherwise.
-    metric: a column of the history. Trials are compared by the last value in this column. null
-    takes the main metric, usually accuracy. If all trials have validation samples, the main metric
-    is measured on these samples. Otherwise it is measured on the central test set or, without this
+    name: the file in `conf/sweep` that the command chose.
+    search: "random" draws trials, "grid" tries all combinations, and "optuna" proposes trials from
+    the scores of earlier ones.
+    scheduler: "none" trains every trial to its end. "asha" stops worse trials early (asynchronous
+    successive halving). "pbt" replaces worse trials by changed copies of better ones
+    (population-based training).
+    trials: null tries all combinations with search="grid", and 16 trials otherwise.
+    metric: the column of the history whose last value compares trials. null takes the main metric:
+    on validation samples if all trials have them, else on the central test set or, without this
     set, on the clients' test sets.
-    mode: "max" if a higher metric is better, "min" if a lower metric is better. null takes "min"
-    for losses and for metrics for which a lower score is better, else "max".
-    seeds: the number of runs of each setting. Trials are compared by the means of their runs.
+    mode: "max" if a higher metric is better, else "min"; null decides by the metric.
+    seeds: the number of runs of each trial, whose means are compared.
     concurrent: the number of trials at a time; null starts as many as fit.
     workers: the number of workers of each trial's runs; 0 trains in the process of the trial.
-    grace: the round of ASHA's first decision.
-    reduction: the factor by which each decision of ASHA reduces the number of trials.
-    interval: the number of rounds between two exchanges of population-based training (PBT).
+    grace: the round of the first decision of "asha".
+    reduction: the factor by which each decision of "asha" reduces the number of trials.
+    interval: the number of rounds between two exchanges of "pbt".
     minutes: the time limit of the whole sweep; null sets no limit.
     """
 
@@ -130,14 +127,13 @@ class SweepOptions:
 class SweepPlan:
     """A checked sweep with the configurations of its runs, as plain data.
 
-    If the sweep searches options, such as method=fedavg,fedprox, each combination of options has a
-    configuration of its own, called a draft. The name of a draft is its combination as JSON text.
+    A draft is the configuration of one combination of searched options, such as method=fedavg. Its
+    name is this combination as JSON text.
 
-    options: the settings `sweep.*`.
     space: the values to search, for each searched key.
     drafts: all drafts, by name.
-    inactive: for each draft, by name, the searched keys that do not exist in it. For example, a
-    draft with method=fedavg has no method.fedprox.mu.
+    inactive: for each draft, the searched keys that do not exist in it, such as method.fedprox.mu
+    with method=fedavg.
     overrides: the overrides of the command.
     """
 
@@ -321,9 +317,7 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) -> None:
     """Raise `RefusedError` if population-based training (PBT) cannot search one of the keys.
 
-    PBT changes the values of the searched keys during a run. A run allows this only for keys that
-    begin with `method.` or `local.`, such as `local.lr`. A value must not be the name of an option.
-    space: the values to search, for each searched key.
+    A run can change only keys `method.*` or `local.*`, and no options.
     option_keys: the searched keys whose values are names of options, such as "method".
     """
     for key in space:
@@ -380,14 +374,11 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the stored sweep of a folder, with the changes that the overrides make.
+    """Return the stored sweep of a folder, with changes by overrides, such as more trials.
 
-    folder: the folder of a sweep that has begun.
-    overrides: settings from the command line. They may, for example, give the sweep more trials or
-    more time.
-    conf: the user's own folders of options; () takes the folders that the sweep has stored.
-    Raise `RefusedError` if an override changes a value that must stay the same during a sweep. Also
-    raise it if a configuration file or raysim has changed since the sweep began.
+    conf: the user's own folders of options; () takes the stored ones.
+    Raise `RefusedError` if an override changes a value that cannot change in a sweep, or if a
+    configuration file or raysim has changed since the sweep began.
     """
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}

@@ -32,10 +32,9 @@ class MyFleet(Fleet):
         """Return the speeds of all devices.
 
         `Speeds` has three arrays [clients]: samples trained per virtual second, bytes received per
-        second, and bytes sent per second. Here the network is infinitely fast.
-        seed: the seed of the run, for fleets that draw their devices at random; not used here.
-        sample_flops: function that returns the floating-point operations to train one sample, for
-        fleets whose speeds are in operations per second; not used here.
+        second, and bytes sent per second.
+        seed: the seed of the run, for fleets that draw devices at random.
+        sample_flops: returns the floating-point operations to train one sample.
         """
         network = np.full(clients, np.inf)
         samples_per_s = np.where(np.arange(clients) % 2, self.slow, self.fast)

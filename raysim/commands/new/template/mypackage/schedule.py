@@ -17,10 +17,8 @@ class MySchedule:
     most: the largest number of clients in a round.
 
     Every schedule has three further attributes:
-    max_staleness: the largest allowed staleness of an update, in aggregations. An update with a
-    larger staleness is discarded. None discards no update.
-    pools: the number of groups into which the clients are divided by their speed; 0 means no
-    groups.
+    max_staleness: the largest staleness of an update that is not discarded; None discards none.
+    pools: the number of groups of clients of similar speed; 0 means no groups.
     stale: True if an aggregated update may start from an older version than the current one.
     """
 
