@@ -134,7 +134,8 @@ class ScoreColumns:
         - the score of the mean model, and its score in its worst domain if there are several
           domains,
         - the average and the worst of the replicas' scores,
-        - if `_best_shared_columns` returns any: the best round, and the mean model's score in it.
+        - for the main metric with validation samples: the round in which the clients' models had
+          the best mean validation score, and the mean model's score in this round.
 
         mean: the metric's values of the mean model for the samples of the central test set.
         replicas: the same values for each replica.

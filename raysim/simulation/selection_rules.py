@@ -67,11 +67,10 @@ class PowerOfChoice(Selection):
     replacement, with a probability in proportion to their samples.
 
     candidates: the number of candidates, d in the paper.
-    loss: the loss by which candidates are compared. "measured": the candidates compute the loss of
-    the current model, which costs a forward pass, traffic and time (pi_pow-d in the paper; with
-    `samples` it is pi_cpow-d). "last": the mean training loss of the client's last aggregated job
-    (pi_rpow-d). It is infinite for a client without such a job, as in the paper, so that this
-    client is chosen first.
+    loss: how candidates are compared. "measured": they compute the loss of the current model, which
+    costs a forward pass, traffic and time (pi_pow-d in the paper; pi_cpow-d with `samples`).
+    "last": the mean training loss of the client's last aggregated job (pi_rpow-d). Clients without
+    such a job are chosen first, as in the paper.
     samples: only for "measured": the largest number of a client's samples on which its loss is
     computed; None uses all.
     """
@@ -127,19 +126,16 @@ class FedCS(Selection):
     """Choose as many clients as are expected to finish before a deadline.
 
     Source: Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources
-    in Mobile Edge" (ICC 2019), Algorithm 3. Repeatedly add the client that prolongs the round
-    least, until the next client would miss the deadline. If no client meets the deadline, only the
-    client that prolongs the round least is chosen. The expected durations assume that no client
-    drops out.
+    in Mobile Edge" (ICC 2019), Algorithm 3. Add the client that prolongs the round least, until the
+    next client would miss the deadline. One client is always chosen. The expected durations assume
+    that no client drops out.
 
     deadline: the time limit of a round, in virtual seconds.
     candidates: the number of idle clients that are drawn, and from which the rule chooses; None
     uses all idle clients.
-    uplink: the links over which clients send their updates:
-    - "shared": one link for all clients, so that clients send one after another. The paper assumes
-      this link.
-    - "own": a separate link for each client, so that clients do not delay each other. raysim's
-      virtual clock assumes such links. The rule chooses the fastest clients that meet the deadline.
+    uplink: the links over which clients send their updates. "shared": one link, so that clients
+    send one after another, as in the paper. "own": a link for each client, as on raysim's virtual
+    clock. Then the rule chooses the fastest clients that meet the deadline.
     """
 
     deadline: float = 60.0

@@ -30,13 +30,12 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A forward pass in which some clients compute their loss of the current model.
 
-    A selection rule can request this pass, to choose clients by their losses. The jobs of the
-    chosen clients start after it.
+    A selection rule can request this pass. The jobs of the chosen clients start after it.
 
     seconds: the virtual seconds until the slowest of these clients has sent its loss.
-    work: maps each of these clients to the number of samples to process. A sample that makes only a
-    forward pass counts as `FORWARD` samples (less than one).
-    down: maps each of these clients to the number of floats that it receives. It sends one float.
+    work: for each client, the number of samples to process. Each sample counts as `FORWARD`
+    samples.
+    down: for each client, the number of floats that it receives. It sends one float.
     """
 
     seconds: float
@@ -53,17 +52,13 @@ class LossPass:
     ) -> Trip:
         """Return the virtual time at which a job ends, and whether its update arrives.
 
-        The job is dispatched at `now`, when the forward pass starts. The training of the job starts
-        `self.seconds` later, when all clients of the pass have sent their losses. If the job's
-        client becomes unavailable before the training starts, the job ends at that moment, and no
-        update arrives.
+        The pass starts at `now`, and the training `self.seconds` later. If the client becomes
+        unavailable before the training, the job ends at that moment, and no update arrives.
 
-        devices: the simulated devices of the clients.
         client: the client of the job, which was chosen by the losses from this pass.
         participation: the number of the client's earlier jobs; random numbers depend on it.
         now: the virtual time of the dispatch in seconds.
-        load: three numbers: the samples to process, and the floats that the client receives and
-        sends.
+        load: the samples to process, and the floats that the client receives and sends.
         """
         start = now + self.seconds
         if devices.presence is not None:
@@ -123,19 +118,15 @@ class IdleMask:
 class Selector:
     """The object that lets a selection rule choose clients, and stores what the rule may know.
 
-    rule: the selection rule.
-    devices: the simulated devices of the clients.
-    seed: the seed of the run.
     counts: int64 [clients], the number of training samples of each client.
-    pools: for each pool, an array of the clients that belong to the pool; empty for a run without
-    pools. A pool is a tier of `schedule=tiered`, or the clients of one replica.
+    pools: for each pool, an array of its clients; empty for a run without pools. A pool is a tier
+    of `schedule=tiered`, or the clients of one replica.
     concurrency: the largest number of jobs in flight.
-    load: function that returns three numbers about a client's next job: the samples to process, and
-    the floats that the client receives and sends. Its arguments are the client, the base version,
-    and two counts. The first counts the client's earlier jobs, the second those that were
-    aggregated.
-    participations, accepted: int32 [clients], the number of each client's jobs so far, and the
-    number of its aggregated jobs. The planner updates these arrays.
+    load: function that returns the samples to process, and the floats to receive and to send, for a
+    client's next job. Its arguments are the client, the base version, the number of the client's
+    earlier jobs, and how many of these were aggregated.
+    participations, accepted: int32 [clients], the number of each client's jobs so far, and of its
+    aggregated jobs. The planner updates these arrays.
     """
 
     def __init__(

@@ -49,28 +49,21 @@ class AggregationError(RunStoppedError):
 class Server:
     """The server of one model, which makes the next version from the updates.
 
-    Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). Here x is the shared
-    vector, w_i is the weight of update i, and delta_i is its change of the parameters. Hooks of
-    methods can change the weights, the mean and the step. The server or the workers add the updates
-    in a fixed binary tree (`tree_sum`). The leaves of the tree are the updates, in the order of
-    aggregation.
+    Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). x is the shared vector,
+    w_i is the weight of update i, and delta_i is its change of the parameters. Hooks of methods can
+    change the weights, the mean and the step.
 
-    declarations: what the run's methods have declared.
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], the number of training samples of each client; 0 for clients that never
-    train this model.
-    If each client has its own replica, as with gossip, all clients have their true numbers.
-    seed: the seed of the run.
-    task: the task of the run, such as classification.
+    train this model. If each client has its own replica, all clients have their true numbers.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
     updates by 1.
     size: the largest number of updates in one aggregation.
     format_client: function that returns the name of a client for errors.
     unseen: the number of clients that never train this model: unseen clients, and clients of other
     replicas. It is 0 if each client has its own replica.
-    replica: the number of the replica of this server; 0 if the run has one model.
-    local: the options of local training.
+    replica: the number of this server's replica; 0 if the run has one model.
     """
 
     def __init__(
@@ -157,10 +150,9 @@ class Server:
     def sample_ends(self) -> np.ndarray:
         """The cumulative distribution for drawing clients in proportion to their training samples.
 
-        Only clients with training samples have an entry, in the order of their client numbers.
-        Entry i is (n_0 + ... + n_i) / N, float64. Here n_k is the number of training samples of the
-        client with entry k, and N is the sum over all clients. A uniform random number u in [0, 1)
-        draws the client with the first entry above u.
+        Only clients with training samples have an entry, in the order of their numbers. Entry i,
+        float64, is the share of all samples that the clients up to entry i have. A uniform random
+        number u in [0, 1) draws the client with the first entry above u.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -287,13 +279,13 @@ class Server:
     ) -> None:
         """Aggregate updates into the next version, and increase `version` by 1.
 
-        If all jobs failed, the next version has the same vector as the current one.
+        If all jobs failed, the next version has the same vector.
 
-        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        If a worker has already added the update to a sum, `Update.delta` is None in the entry.
-        sums: the sums that workers have made. The key of a sum is the numbers of the jobs in its
-        group (`Job.number`). Failed jobs of the group add nothing to the sum.
-        staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
+        updates: an entry for each job, in the order of aggregation; None for a failed job. If a
+        worker has already added the update to a sum, its `Update.delta` is None.
+        sums: the sums that workers have made, by the numbers of the jobs in their groups. Failed
+        jobs add nothing to a sum.
+        staleness: the staleness of each entry of `updates`; not used for a failed job.
         bases: the base versions of the updates, by number (`Update.version`).
         Raises AggregationError if the next version cannot be made.
         """
@@ -393,15 +385,11 @@ class Server:
     ) -> tuple[Tensor, Tensor]:
         """Combine the updates into a change of the parameters and a change of the float buffers.
 
-        Both changes are flat vectors. The first has an entry for each shared trainable parameter.
-        The second has an entry for each float of the shared buffers.
+        The changes are flat vectors, for the shared trainable parameters and for the shared float
+        buffers.
 
         aggregation: the updates that did not fail, with their weights.
-        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
-        is None).
-        sums: the sums that workers have made. The key of a sum is the numbers of the jobs in its
-        group (`Job.number`). Failed jobs of the group add nothing to the sum.
+        updates, sums: as in `step`.
         """
         trained = self.layout.trained
         if self._combiner is None:
@@ -491,12 +479,8 @@ class Server:
     ) -> Tensor:
         """Return the weighted sum of the updates, added up in a fixed tree over their positions.
 
-        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
-        is None).
+        updates, sums: as in `step`.
         weights: one for each update that is not None.
-        sums: the sums that workers have made. The key of a sum is the numbers of the jobs in its
-        group (`Job.number`). Failed jobs of the group add nothing to the sum.
         """
         positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)
@@ -519,11 +503,9 @@ def _ranges_of_sums(
 ) -> dict[range, np.ndarray | None]:
     """Map ranges of job positions to the sums of updates that workers made.
 
-    The position of a job is the job's index, from 0, among all jobs of the aggregation, including
-    failed jobs. The jobs of a sum have consecutive positions, and the range of these positions is
-    the key of the sum in the result. A sum is left out if all its jobs failed. `sum_in_tree` also
-    accepts None as a value, but this result has no None.
-    sums: the sums from the workers. The key of a sum is a tuple with the numbers of its jobs.
+    The position of a job is its index among all jobs of the aggregation, including failed jobs. The
+    jobs of a sum have consecutive positions. A sum is left out if all its jobs failed.
+    sums: the sums, by the numbers of their jobs.
     positions: maps job numbers to job positions; failed jobs are missing.
     """
     ranges: dict[range, np.ndarray | None] = {}
@@ -571,11 +553,9 @@ def make_server(
     same tensors.
     size: the largest number of updates in one aggregation.
     counts: int64 [clients], the number of training samples of each client; 0 for clients of other
-    replicas. None means the true numbers of all clients of the run.
-    unseen: the number of clients that never train this replica: unseen clients (`evaluate.unseen`)
-    and clients of other replicas. None means the number of unseen clients, for a run with one
-    replica.
-    replica: the number of the replica.
+    replicas. None means the true numbers of all clients.
+    unseen: the number of clients that never train this replica: unseen clients and clients of other
+    replicas. None means the number of unseen clients.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(

@@ -30,11 +30,9 @@ def is_higher_better(metric: str) -> bool:
 class ScoredSets(Protocol):
     """The clients whose models an evaluation scores, and their scores.
 
-    clients: the scored clients that take part in the training.
-    unseen: the scored clients that never take part in the training.
+    clients, unseen: the scored clients that take part in the training, and those that never do.
     version: the scored version.
-    client_scores: maps the name of a column to a list of pairs. Each pair is an array of clients
-    and an array of their scores. `SetScores` appends a pair to the list of each column.
+    client_scores: for each column, pairs of client numbers and scores. `SetScores` appends pairs.
     """
 
     clients: np.ndarray
@@ -46,10 +44,8 @@ class ScoredSets(Protocol):
 class SetScores:
     """The object that makes scoring tasks, and columns of the history from the workers' reports.
 
-    A task scores one set of samples. `tasks` returns the tasks for all sets. `columns` returns the
-    columns with the scores that the workers report. The sets are:
-    - the test samples of each client,
-    - the validation samples of each client,
+    A task scores one set of samples. The sets are:
+    - the test samples, and the validation samples, of each client,
     - the clients' test samples of each domain,
     - the central test set,
     - the samples of each domain in the central test set.
@@ -108,11 +104,10 @@ class SetScores:
     ) -> Row:
         """Return the columns of the history that are computed from the workers' reports.
 
-        reports: a report for each scoring task that the method `tasks` returned.
-        scoring: the scored clients and the scored version. The clients' scores are appended to the
-        lists in `scoring.client_scores`.
-        best: the record of the round with the best mean validation score so far. This method
-        updates the record. None means that clients have no validation samples.
+        reports: a report for each task of `tasks`.
+        scoring: the clients' scores are appended to `scoring.client_scores`.
+        best: the round with the best mean validation score so far, which is updated. None means
+        that clients have no validation samples.
         """
         by_name: dict[str, list[SetReport]] = {}
         for report in reports:
@@ -163,15 +158,11 @@ class SetScores:
     ) -> Row:
         """Return columns on the validation score of this round and on the best round so far.
 
-        The validation score is a mean over the clients. The best round is the round with the best
-        validation score. One column has the number of the best round. If there is a central test
-        set, another column has the shared model's score on this set in the best round.
+        The validation score is a mean over the clients; the best round has the best one. With a
+        central test set, a column has the shared model's score on this set in the best round.
         Return {} if there are no validation scores.
 
-        reports: the reports on the clients' validation samples.
-        scoring: the scored clients and the scored version.
-        best: the object that remembers the best round of the shared model; this round is added to
-        it.
+        best: this round is added to this record of the best round.
         row: the columns of this round so far, with the score on the central test set.
         """
         values = _by_metric(reports).get(self.metric, {})
@@ -190,10 +181,8 @@ class SetScores:
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
     """Map the name of each metric to a dictionary with the metric's score from each report.
 
-    In this dictionary, the key of a score is the number of the client whose samples were scored.
-    For samples of no single client, such as those of a domain, the key is a negative number: -1 for
-    the first report in `reports`, -2 for the second report, and so on.
-    reports: each report has the scores of all metrics on one set of samples.
+    The key of a score is the client whose samples were scored. For samples of no single client, it
+    is -1 for the first report in `reports`, -2 for the second, and so on.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -65,7 +65,6 @@ class RunState:
     versions: the base versions of the jobs in flight.
     history: the rows of the history so far.
     best: the best rounds of the clients; None without validation samples.
-    best_model: the model of the best round.
     """
 
     replicas: Replicas

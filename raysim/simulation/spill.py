@@ -90,10 +90,9 @@ class SpillFile:
 class MappedFile:
     """A file whose arrays are used like arrays in memory, and may be changed in place.
 
-    The operating system loads a page of an array when the page is used. It removes pages from
-    memory if memory is short. Call `note_read` to remove pages earlier. When an array and all its
-    views are deleted, a later array can use the same bytes of the file. The file is removed when
-    the process ends in any way.
+    The operating system loads a page when it is used, and removes pages if memory is short. Call
+    `note_read` to remove pages earlier. When an array and all its views are deleted, a later array
+    can use the same bytes. The file is removed when the process ends in any way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     what: the kind of the arrays, for errors.

@@ -3,13 +3,10 @@
 A file of the log is never changed. An index says which file contains the current state of each
 client. The manifest of a checkpoint lists all files that this checkpoint needs.
 
-A file is abandoned in two cases. In the first case, less than half of its bytes belong to current
-states. In the second case, the file has few bytes of current states, and there are very many such
-files. The current states in an abandoned file are written again, into new files, together with the
-changed states.
-
-Over a long run, a checkpoint writes at most about twice the size of the changed states. The log
-needs at most about twice the space of all current states.
+A file is abandoned if less than half of its bytes belong to current states, or if very many files
+have few such bytes. Its current states are written again, into new files. So a checkpoint writes at
+most about twice the size of the changed states. The log needs at most about twice the space of all
+current states.
 """
 
 from __future__ import annotations
@@ -63,11 +60,11 @@ def _empty_table(columns: int) -> np.ndarray:
 class StateIndex:
     """The index of a checkpoint: it says which file contains each client's committed state.
 
-    states: int64 [clients, 4], a row for each client that has a committed state. The columns are:
-    the client, the job that made the state, the number of the file, the size of the state in bytes.
-    The client whose first state was committed earliest has the first row, and so on.
-    files: int64 [files, 2]. The columns are: the number of the file, the total size in bytes of the
-    states that were written into it.
+    states: int64 [clients, 4], a row for each client with a committed state, in the order in which
+    their first states were committed. The columns are: the client, the job that made the state, the
+    number of the file, the size of the state in bytes.
+    files: int64 [files, 2]: the number of the file, and the total bytes of the states that were
+    written into it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))
@@ -81,16 +78,12 @@ class StateIndex:
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
         """Return the index for the next checkpoint, after more jobs were aggregated.
 
-        States that must be written get the file number `UNWRITTEN`. These are changed states, and
-        states in abandoned files. A file is abandoned if too few of its bytes belong to current
-        states.
-        The first clients in `jobs` are normally the clients of this index, in the same order. New
-        clients follow. The order can differ if the run was resumed from a checkpoint that is older
-        than this index. In this case the files of this index are not used: all states must be
-        written.
+        Changed states, and states in abandoned files, get the file number `UNWRITTEN`. If `jobs`
+        does not begin with the clients of this index, all states get it. This happens if the run
+        was resumed from a checkpoint that is older than this index.
 
-        jobs: maps every client with a committed state to the number of the job that made the
-        state. The client whose first state was committed earliest comes first, and so on.
+        jobs: for each client with a committed state, the job that made the state, in the order in
+        which the clients' first states were committed.
         """
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
@@ -109,13 +102,11 @@ class StateIndex:
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
         """Return the numbers of the state files that the next checkpoint shall not use.
 
-        A state is unchanged if no job has replaced it since this index was made. A file is
-        abandoned in two cases:
+        A file is abandoned in two cases:
         - Less than half of its bytes belong to unchanged states.
-        - Its unchanged states have less than `SMALL_FILE_BYTES` bytes in total, and there are more
-          than `MAX_SMALL_FILES` files for which this is true.
+        - Its unchanged states have less than `SMALL_FILE_BYTES` bytes in total, as in more than
+          `MAX_SMALL_FILES` files.
 
-        The caller must write the unchanged states of abandoned files into new files.
         states: the rows of `StateIndex.states` for all clients with an unchanged state.
         """
         number, written = self.files.T
@@ -131,11 +122,11 @@ class StateIndex:
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield new files for the states that are not in a file yet; the caller writes the files.
 
-        Each file is yielded as a pair: the number of the file, and its tensors by name. The index
-        records for each new state the number of its file and the size of the state.
+        A file is a pair: its number, and its tensors by name. The index records where each state
+        is.
 
-        clients: for each client, the named tensors of the client's state. It may contain states
-        that are already in a file; they are not used.
+        clients: the named tensors of each client's state. States that are already in a file are not
+        used.
         number: the number of the first new file.
         """
         tensors: dict[str, np.ndarray] = {}

@@ -32,16 +32,15 @@ class Hierarchical(Topology):
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
     2020), Algorithm 1 (HierFAVG). An edge server (an edge) that has aggregated `every` times waits
-    until all edges have done so. Then all edges exchange: each gets the mean of all edges' models.
-    The weight of an edge in this mean is the sum of its clients' weights.
+    until all edges have done so. Then each edge gets the mean of all edges' models, weighted by the
+    sums of their clients' weights.
 
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
-    seconds: the virtual seconds between two exchanges. None means that `every` decides. If it is a
-    number, no edge waits. When this time is over, the next edge that aggregates starts the exchange
-    of all edges.
+    seconds: the virtual seconds between two exchanges. Then no edge waits: after this time, the
+    next edge that aggregates starts the exchange of all edges. None means that `every` decides.
     assign: how clients are assigned to edges:
-    - "random": clients are divided at random. The sizes of edges differ by at most one client.
+    - "random": at random. The sizes of edges differ by at most one client.
     - "region": each edge gets clients from regions of the fleet that are next to each other. The
       sizes of edges differ by at most one client.
     - "data": clients with similar fractions of each class get the same edge.
@@ -149,25 +148,21 @@ class Clustered(Topology):
 
     A cluster is a model with its clients.
 
-    rule="updates" begins with one cluster. If the updates of a cluster's clients point in different
-    directions, the cluster is split into two. Source: Sattler, Mueller and Samek, "Clustered
-    Federated Learning" (IEEE TNNLS 2021). The method is called CFL; see
-    `raysim.simulation.clustering`.
+    rule="updates" begins with one cluster. A cluster is split into two if the updates of its
+    clients point in different directions. Source: CFL, Sattler, Mueller and Samek, "Clustered
+    Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
 
-    rule="loss" has `clusters` models with different initial values. A client receives all models
-    and trains the one with the smallest loss on the client's training samples. It is also scored
-    with the model of the smallest loss. The losses are computed in eval mode and without
-    augmentation. The first model is the run's model; each other model draws new initial values by
-    PyTorch's rule for each layer. Source: Ghosh, Chung, Yin and Ramchandran, "An Efficient
-    Framework for Clustered Federated Learning" (NeurIPS 2020). The method is called IFCA; this is
-    Algorithm 1 with model averaging.
+    rule="loss" has `clusters` models. A client receives all models and trains the one with the
+    smallest loss on its training samples, in eval mode and without augmentation. It is also scored
+    with this model. The first model is the run's model; each other model draws new initial values
+    by PyTorch's rule for each layer. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient
+    Framework for Clustered Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
 
     clusters: the largest number of models. The arguments below are for rule="updates".
     mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
     updates| < mean_norm and the norm of its longest update > max_norm.
     gamma: gamma_max in the paper, 0 <= gamma < 1. A cluster is split only if sqrt((1 - s) / 2) >
-    gamma. Here s is the largest cosine between an update of the first new cluster and an update of
-    the second new cluster. With gamma=0, only mean_norm and max_norm decide.
+    gamma. Here s is the largest cosine between updates of different new clusters.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -231,34 +226,30 @@ class Gossip(Topology):
       2018). Set exchange="pairwise" and schedule=immediate.
     In both papers, a local training is one step. Set mix="before" for both.
 
-    `every` decides which aggregations include an exchange. A client takes part in the exchange if
-    the aggregation has a job of this client. For exchanges of all clients, set the schedule's
-    cohort to the number of clients. With exchange="neighbours", a neighbour that has no job in the
-    aggregation is left out of a client's mean. The weight of this neighbour is added to the weight
-    of the client itself. With exchange="pairwise", a client can also draw such a neighbour. The
-    time and traffic of the exchange are counted in the client's job.
+    A client takes part in an exchange if the aggregation has a job of this client. For exchanges of
+    all clients, set the schedule's cohort to the number of clients. With exchange="neighbours", a
+    neighbour without a job is left out of a client's mean, and its weight goes to the client
+    itself. With exchange="pairwise", a client can also draw such a neighbour. The time and traffic
+    of the exchange are counted in the client's job.
 
     graph: which clients are neighbours:
     - "ring": each client has two neighbours.
     - "torus": the clients form a grid whose opposite sides are connected.
     - "erdos_renyi": each pair of clients is connected with `probability`.
-    - "expander": `degree` / 2 rings through all clients in random order; clients that are
-      neighbours in one of these rings are neighbours.
+    - "expander": `degree` / 2 rings through all clients in random order, which connect neighbours.
     - "complete": all clients are neighbours.
     - "edges": the pairs in `edges`.
-    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. Replica j
-    has the weight w in the mean of client i, and replica i has the weight w in the mean of client
-    j. Give a weight in all pairs or in none. Without such weights, the option `weights` decides.
-    With exchange="pairwise", a pair of weight 0 does not exchange; other weights have no effect.
+    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]; w is the
+    weight of replica j in the mean of client i, and of replica i in the mean of client j. Give a
+    weight in all pairs or in none; then `weights` decides. With exchange="pairwise", a pair of
+    weight 0 does not exchange; other weights have no effect.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
-    "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
-    the two.
-    weights: the weights for exchange="neighbours".
-    "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)).
-    Here d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
-    (1 + d_i).
+    "pairwise", a client draws one neighbour, and both replicas become their mean.
+    weights: the weights for exchange="neighbours". "metropolis" gives client i and its neighbour j
+    the weight 1 / (1 + max(d_i, d_j)), "uniform" 1 / (1 + d_i). d_i is the number of neighbours of
+    i.
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
-    started their training, and then adds the updates.
+    started, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
     probability: the probability that two clients are neighbours, for graph="erdos_renyi".
     degree: the number of neighbours of each client, for graph="expander". A client has fewer if it
@@ -361,11 +352,9 @@ def _read_edges(
 ) -> dict[tuple[int, int], float]:
     """Add the user's edges to `neighbours`, and return the weights of the edges.
 
-    The weight of an edge between clients i and j is returned twice, by (i, j) and by (j, i). The
-    result is {} if no edge has a weight.
+    A weight is returned by (i, j) and by (j, i). The result is {} if no edge has a weight.
 
     edges: the edges, each [i, j] or [i, j, weight].
-    clients: the number of clients.
     neighbours: for each client the set of its neighbours, which is changed in place.
     Raises ValueError for an edge that is not valid, and if only some edges have weights.
     """
@@ -395,11 +384,9 @@ def _rows_of_edges(
 ) -> list[dict[int, float]]:
     """Return for each client i the weights w_ij of the exchange: x_i becomes sum_j w_ij x_j.
 
-    x_j is the replica of client j. A dictionary has w_ij by j. The user gives the weights of the
-    neighbours; w_ii is 1 minus their sum.
+    x_j is the replica of client j. w_ii is 1 minus the sum of the neighbours' weights.
 
     weights: the weight w_ij by (i, j), for both directions of each edge.
-    clients: the number of clients.
     Raises ValueError if the weights of a client's neighbours sum to more than 1.
     """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
@@ -519,12 +506,11 @@ def k_means(
 ) -> np.ndarray:
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
-    The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). The center of a
-    group is the mean of the counted points in the group; `is_counted` marks them. If a group
-    becomes empty, the counted point that is farthest from the center of its group is moved there.
+    The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). If a group becomes
+    empty, the counted point that is farthest from its center is moved there.
     points: float [n, features].
-    is_counted: bool [n], True for a counted point. At least `groups` points must be counted.
-    groups: the number of groups.
+    is_counted: bool [n], True for a point that counts in the centers. At least `groups` points must
+    be counted.
     """
     counted = points[is_counted]
     centers = _first_centers(counted, groups, generator)

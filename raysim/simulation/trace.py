@@ -12,11 +12,9 @@
 | `flops`      | number            | floating-point operations in a second of training             |
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
-A file has the column `speed` or the column `flops`. The numbers of `speed` are valid for one model
-only, those of `flops` for all models. A client is available from each `start` to the `end` at the
-same position of the list. Other columns are ignored. `raysim fleet
-check FILE` checks a file. After reading, a trace occupies at most 28 bytes of memory for each
-client of the run, 40 for each row and 16 for each interval.
+A file has the column `speed`, for one model only, or the column `flops`. Other columns are ignored.
+`raysim fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each client
+of the run, 40 for each row and 16 for each interval.
 """
 
 from __future__ import annotations
@@ -56,10 +54,9 @@ class RecordedDevices(NamedTuple):
     available, row after row.
     first: int64 [rows + 1], the position in `bounds` at which each row begins; the last entry is
     the length of `bounds`.
-    period, down, up: float64 [rows], the values of the columns "period", "down" and "up" of the
-    trace.
-    rate: float64 [rows], the values of the column that `rate_name` names.
-    rate_name: the name of the column with the devices' speed, "speed" or "flops".
+    period, down, up: float64 [rows], columns of the trace.
+    rate: float64 [rows], the column `rate_name` of the trace.
+    rate_name: the column with the devices' speed, "speed" or "flops".
     """
 
     bounds: np.ndarray
@@ -75,16 +72,13 @@ class RecordedDevices(NamedTuple):
 class Trace(Fleet):
     """A fleet whose clients behave like the devices that a trace file has recorded.
 
-    Each client follows one row of the trace, which is a recorded device. With as many clients as
-    rows, client 0 follows row 0, client 1 follows row 1, and so on. With fewer clients, each client
-    follows a different row, drawn at random at the start. With more clients, several clients follow
-    the same row, and all rows have almost equally many clients. The numbers of clients of two rows
-    differ by at most 1.
+    Each client follows one row of the trace. With as many clients as rows, client i follows row i.
+    With fewer clients, each follows a different row, drawn at random. With more clients, the
+    numbers of clients of two rows differ by at most 1.
     file: the path of the trace file; None raises an error.
     wrap: True repeats a row after its period; False makes its clients unavailable after its period.
-    availability: when a client is available. "trace" means in the intervals of its row. "always",
-    "diurnal" and "markov" are the rules of fleets without a trace. With these rules, only speed and
-    bandwidth come from the file.
+    availability: when a client is available. "trace" means in the intervals of its row. With
+    "always", "diurnal" and "markov", only speed and bandwidth come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
@@ -96,12 +90,10 @@ class Trace(Fleet):
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """Return the devices of the clients, which follow the rows of the trace.
 
-        seed: the seed of the run.
-        clients: the number of clients.
         sample_flops: function that returns the floating-point operations of the forward and
         backward pass of one sample; used if the trace has the column "flops".
-        Raises ValueError if there is no file, or if the file is not a valid trace. Also raises it
-        if the trace has the column "flops" and the model's operations cannot be counted.
+        Raises ValueError if there is no file, if the file is not a valid trace, or if it needs the
+        model's operations and they cannot be counted.
         """
         if self.file is None:
             raise ValueError("fleet.file=null names no trace. Set it to a Parquet file.")
@@ -246,8 +238,7 @@ def _read_batch(
     """Check some rows of a trace, and return their content as arrays.
 
     The result consists of:
-    - the bounds of all intervals, start, end, start, end, ..., row after row; intervals of a row
-      that touch each other are joined;
+    - the bounds of all intervals, row after row; touching intervals of a row are joined;
     - for each row, the number of its bounds;
     - an array for each column in `NUMBERS`, and for the column `rate_name`.
 
@@ -294,11 +285,9 @@ def _join_intervals(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals that touch each other and are in the same row of the trace.
 
-    Return two arrays: the bounds of the joined intervals, [start, end, start, end, ...], and a bool
-    mask. The mask has an entry for each bound of the old intervals, True if the bound remains.
-    start, end: the start and end of each interval.
-    is_same_row: for each interval except the first, True if the previous interval is in the same
-    row. A row has all intervals of one recorded client.
+    Return the bounds of the joined intervals, [start, end, start, end, ...], and a bool mask. The
+    mask has an entry for each bound of the old intervals, True if the bound remains.
+    is_same_row: for each interval except the first, True if the previous one is in the same row.
     """
     bounds = np.stack([start, end], axis=1).ravel()
     is_kept = np.ones(len(bounds), bool)

@@ -44,12 +44,10 @@ class Versions(Mapping[int, PublishedVersion]):
         """Store a replica's current version, unless this version is stored already.
 
         The replica's previous version is dropped if no job needs it.
-        replica: the number of the replica, from 0; always 0 in a run with a single replica.
-        version: the number of the current version.
-        make: a function that returns the current version. This object may call `make` now or later,
-        until a newer version of the replica is published.
-        is_on_disk: True if the replica is on disk. Then the version is not stored now. When a job
-        needs the version, this object calls `make`, which reads the replica from disk.
+        make: a function that returns the current version. It may be called now or later, until a
+        newer version of the replica is published.
+        is_on_disk: True stores the version only when a job needs it. Then `make` reads the replica
+        from disk.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version
