@@ -141,7 +141,7 @@ def imports_ray(text: str) -> bool:
 class Scopes:
     """The variables of a source file that refer to objects of other packages.
 
-    They get objects from imports, assignments, `for` loops, and calls in the same file.
+    Variables get objects from imports, assignments, `for` loops, and calls in the same file.
 
     tree: the syntax tree of the file.
     names: maps each imported name to its dotted path, such as "numpy.linalg".

@@ -18,10 +18,11 @@ PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Measure the model that a client has just trained, and the one that it received.
+    """Measure a model that was just trained, next to the model that its client received.
 
-    The accuracy of the trained model is over all `rows`. Features of both models and probabilities
-    of the trained model are of about `PROBE_FEATURES` rows, equally many of each class.
+    The result has the trained model's accuracy on `rows`. For about `PROBE_FEATURES` of these rows,
+    equally many of each class, it has features of both models and class probabilities of the
+    trained model.
 
     trainer: its vector contains the trained model.
     rows: samples of the central test set, as rows of the data set.

@@ -107,9 +107,9 @@ def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
 
 
 def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floats | None:
-    """Return the mean probability of each class [C] over rows of unseen classes (Figure 3).
+    """Return the mean probability of each class [C] over rows of unseen classes.
 
-    None means that there are no such rows.
+    None means that there are no such rows. Figure 3 of the FedBR paper shows this mean.
     probabilities: [rows, classes], the outputs of the local model after softmax.
     labels: [rows], the true classes.
     seen: bool [classes], True for classes in the client's training data.

@@ -67,7 +67,7 @@ class Checkpoint:
 class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
-    tolerate: the largest share of an aggregation's jobs that may fail; the run stops above it.
+    tolerate: the largest share of an aggregation's jobs that may fail. If more fail, the run stops.
     norm: the largest norm of an update; None allows any finite norm.
     timeout: seconds after which a worker that does not answer is replaced; None waits forever.
     node_timeout: seconds after which a node that does not answer counts as lost. Other workers then
@@ -157,7 +157,7 @@ class RunSettings:
 class RunSpec:
     """The description of a run, from which its workers and coordinator are built; picklable.
 
-    methods: in their order; empty for FedAvg.
+    methods: the methods in their order; empty means FedAvg.
     data: the clients' data and the central test set.
     device: the device of each worker: "cpu", "cuda", "cuda:1" or "mps".
     threads: torch's threads in each process.
@@ -166,9 +166,9 @@ class RunSpec:
     score_batch: the number of samples that are scored at once.
     graph: True records and replays steps; results depend on it in the last bits.
     precision: the type of matrix products in a step.
-    loss: the user's loss of each sample; None uses that of the task.
+    loss: the user's loss of each sample; None uses the loss of the task.
     own_metrics: the user's metrics, by name.
-    weights: saved initial weights; None keeps those of the built model.
+    weights: saved initial weights; None keeps the weights with which the model is built.
     size: the largest number of updates in an aggregation.
     stale: True if the schedule aggregates updates from older versions.
     packages: packages besides raysim whose code the run uses.

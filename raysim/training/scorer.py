@@ -143,8 +143,8 @@ class Scorer:
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
         """Load the model that a task scores into the trainer's vector.
 
-        The hooks `load` may change it. The hooks `personalise` may change a client's model, unless
-        `task.personalised` is False.
+        The hooks `load` may change this model. The hooks `personalise` may change a client's model,
+        unless `task.personalised` is False.
 
         task: a negative `task.client` means the shared model.
         sent: the client state, if the coordinator sent it; otherwise None.

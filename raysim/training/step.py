@@ -28,7 +28,7 @@ class OptimizedPart:
     """The parameters of a `ParameterGroup` that one optimizer changes.
 
     A group has several parts only with Muon or `local.rates`.
-    name: such as "muon*1" (kind and rate factor); "" without Muon and `local.rates`.
+    name: the optimizer's kind and rate factor, such as "muon*1"; "" without Muon and `local.rates`.
     factor: the factor on the learning rate.
     indices: the indices of the parameters in `ParameterGroup.params`.
     shared: the slices of the vector with the part's shared parameters.
@@ -228,7 +228,8 @@ class Step:
 
         Methods may correct the gradient before it is clipped.
 
-        second: for the hook `perturb`; None without this hook or without the task loss.
+        second: computes gradients at shifted parameters for the hook `perturb`. None means that no
+        method has this hook, or that the stage has no task loss.
         """
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)

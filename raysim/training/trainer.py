@@ -309,8 +309,8 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        Nothing happens without rows, or for one row if BatchNorm needs two and not only the head is
-        trained.
+        Nothing happens if there are no rows. The same holds for one row if a layer such as
+        BatchNorm needs two rows, unless only the head is trained.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
         """

@@ -85,8 +85,8 @@ class UpdateBuilder:
         """Return the update of a trained job, and its delta [layout.shared] on the device.
 
         The delta is the trained minus the received parameters; with compression, what the server
-        decodes. It overwrites the trained parameters in the trainer's vector. The caller must not
-        change it, because a client state may contain this tensor.
+        decodes. The delta overwrites the trained parameters in the trainer's vector. The caller
+        must not change it, because a client state may contain this tensor.
 
         base: [layout.shared], the received vector.
         seconds: wall time of the job.

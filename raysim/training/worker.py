@@ -170,8 +170,8 @@ class Worker(SeparateSums):
         """Train jobs. Add up the updates of each group of jobs.
 
         Return a `TrainingResult` with the updates in the order of `jobs`. If clients have states,
-        return a tuple of it and each job's final client state. A failed job ends with the state
-        from which it started.
+        return a tuple of this result and each job's final client state. A failed job ends with the
+        state from which it started.
 
         groups: tuples of job numbers. A group's sum replaces its single deltas in the result.
         versions: how many published versions are in `values`.

@@ -18,7 +18,7 @@ from raysim.vectors.layout import Vector
 
 
 class WorkerStates:
-    """The client states that a worker can use: initial ones, those of its jobs, sent ones.
+    """The client states on a worker: initial states, states of its jobs, and states sent to it.
 
     vector: the initial parameters and buffers.
     partition: each client's rows of training samples.

@@ -141,8 +141,8 @@ class SeparateSums:
     ) -> tuple[Any, ...]:
         """Train jobs as `Worker.train` does, and return each sum of updates as a separate value.
 
-        After the values of `Worker.train`, the sum of each group follows, or None if all its jobs
-        failed.
+        The result has the values of `Worker.train`, and then the sum of each group, or None if all
+        jobs of the group failed.
 
         values: the other arguments of `Worker.train`.
         """

@@ -392,11 +392,11 @@ class Optimizers:
     ) -> LocalOptimizer:
         """Return the optimizer of this name; create it if the job does not have it yet.
 
-        A new one continues from the buffers that `resume` received for this name.
+        A new optimizer continues from the buffers that `resume` received for this name.
 
         like: tensors with the shapes of the parameters.
         shared: the slices of the vector that this optimizer changes and that clients share.
-        rate_factor: the factors on the learning rate of the stage and of `local.rates`, multiplied.
+        rate_factor: the stage's factor on the learning rate, times the factor of `local.rates`.
         """
         if name not in self._working:
             optimizer = LocalOptimizer(settings)

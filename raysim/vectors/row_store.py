@@ -107,8 +107,8 @@ def claim_rows(
 ) -> list[int]:
     """Return the index of each client's row in a cache; new clients get a row of zeros.
 
-    state: the method's server state. Its entries `cache` (rows) and "clients" (their clients) are
-    replaced.
+    state: the method's server state. Its entries `cache` (the rows) and "clients" (the client of
+    each row) are replaced.
     capacity: the number of rows to reserve if the cache has no reserved space.
     cache: the name of the cache in `state`.
     """

@@ -1,9 +1,9 @@
 """Sum vectors in a fixed binary tree over their positions.
 
 A leaf is weight * vector, rounded. The part with a level and an index covers the leaves [index *
-2**level, (index + 1) * 2**level). It is the rounded sum of its two halves; missing leaves are left
-out. So the bits do not depend on which process adds up which part. In shapes, d is the length of a
-vector.
+2**level, (index + 1) * 2**level). The sum of a part is the rounded sum of its two halves. Missing
+leaves are left out. So the bits do not depend on which process adds up which part. In shapes, d is
+the length of a vector.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class _Plan:
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
         """Add the instructions that sum a subtree; return where its sum will be.
 
-        That is the index of a buffer, the sum itself if the plan knows it, or None without leaves.
+        The result is the index of a buffer, the sum itself if the plan knows it, or None without
+        leaves.
 
         part: the positions of the subtree's leaves.
         buffer: the first buffer that the instructions may change.

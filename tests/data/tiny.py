@@ -67,7 +67,6 @@ def write_strips(
     """Write a data set of strips; return all images, [n, h, w] or [n, h, w, 3].
 
     size: the height and width of an image in pixels.
-    channels: 1 for grey images, 3 for RGB.
     rows: the numbers of training and of test images.
     classes: the names of the classes, which the images have in turn.
     per_strip: the largest number of images in a strip.

@@ -102,9 +102,9 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """Assert that a run with recorded steps has the results of a run without; return the first.
+    """Assert that recorded steps have the results of ordinary steps; return the recorded run.
 
-    The second run has one lane. Models and client states must be equal up to rounding, and
+    The ordinary run has one lane. Models and client states must be equal up to rounding, and
     histories must have the same columns.
 
     spec: the run with recorded steps. Its dtype is replaced by float64.

@@ -836,7 +836,9 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     """Make four runs that may reuse actors; return their sha256 pairs and the living actors.
 
     Two runs have two workers, then two have one worker. The last run fails, so it has no pair
-    (model, state). After each run, living actors' names map to their ids. A fifth dictionary is
+    (model, state).
+
+    After each run, a dictionary maps the names of living actors to their ids. A fifth dictionary is
     empty if nothing is left after `keep_processes`.
     """
     from raysim.runtime import ray as on_ray

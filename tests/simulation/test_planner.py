@@ -457,8 +457,8 @@ def test_planning_needs_few_operations_if_few_clients_are_available(
 def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner:
     """Return a planner for four clients that become available at different times.
 
-    slow: the second at which clients 0 and 1 do, whose jobs take 4 s.
-    fast: the second at which clients 2 and 3 do, whose jobs take 1 s.
+    slow: the second from which clients 0 and 1 are available; their jobs take 4 s.
+    fast: the second from which clients 2 and 3 are available; their jobs take 1 s.
     schedule: None means `Tiered(2, 2)`, with one tier for each of these pairs.
     """
 

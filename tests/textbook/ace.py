@@ -20,7 +20,7 @@ def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool 
 
     The mean is over the clients' last updates with base versions at most `oldest` versions old.
     Without such updates, the model does not change. Otherwise, floating buffers become means over
-    the arriving models. Integer buffers always become maxima.
+    the arriving models. Integer buffers always become the maximum over the arriving models.
 
     initialise: True changes the model only after every client has sent an update.
     """

@@ -33,9 +33,9 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 def afl(world: World, gamma: float) -> Book:
     """Compute a run of FedAvg with weights lambda_i, which grow for clients with large losses.
 
-    After a round of m of the N clients, their lambda_i grow by gamma N / m times the loss before
-    training. Then all are projected (`nearest_on_simplex`). If the run weighs by samples, n_i
-    multiplies lambda_i. If all lambda_i of a round are 0, they count as 1.
+    In a round of m of the N clients, lambda_i grows by gamma N / m times the client's loss before
+    training. Then all lambda_i are projected (`nearest_on_simplex`). If the run weighs by samples,
+    n_i multiplies lambda_i. If all lambda_i of a round are 0, they count as 1.
     """
     x, lam = (
         detach(world.start),

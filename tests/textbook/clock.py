@@ -120,9 +120,9 @@ def draw(
 ) -> list[int]:
     """Return `count` of the idle clients, in ascending order.
 
-    If all clients are idle, they are drawn at once. Otherwise, positions in `able` are drawn in
-    groups that double in size, until enough idle clients are among them. After max(16 * count,
-    len(able)) positions, missing clients are drawn from the remaining idle ones.
+    If all clients are idle, `count` clients are drawn at once. Otherwise, positions in `able` are
+    drawn in groups that double in size, until enough idle clients are among them. After max(16 *
+    count, len(able)) positions, missing clients are drawn from the remaining idle ones.
 
     able: all clients with samples.
     """

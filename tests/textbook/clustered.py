@@ -61,11 +61,12 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
     """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
-    All clients train in each round, as in the paper. A cluster of at least three clients is split
-    at the smallest c, the largest cosine similarity across the split. It needs gamma < sqrt((1 - c)
-    / 2), and a mean update that is shorter than `mean_norm`. Its longest update must be longer than
-    `max_norm`.
-    most: the largest number of clusters.
+    All clients train in each round, as in the paper. A cluster is split so that c, the largest
+    cosine similarity between its two parts, is smallest. The conditions are:
+    - at least three clients in the cluster, and fewer than `most` clusters
+    - a mean update shorter than `mean_norm`
+    - an update longer than `max_norm`
+    - gamma < sqrt((1 - c) / 2)
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
     counts = []

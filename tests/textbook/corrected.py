@@ -125,7 +125,7 @@ def with_fedcm(
 
     client(job, x, correct): trains x and returns y, with the gradients that correct(parameters,
     gradients) returns. Its optimizer must add weight decay to them.
-    alpha: the weight of the gradient against that of the direction, 1 - alpha.
+    alpha: the weight of the gradient; the direction has 1 - alpha.
     factor(name): a parameter's learning rate, divided by that of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay

@@ -28,9 +28,9 @@ from textbook.world import Book, Job, Params, World
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
     """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
-    A client's first job starts from the received parameters. Later jobs mix them with those that
-    the client trained last. The weights of the received ones, from 0 to 1 for each parameter, are
-    trained before the job.
+    A client's first job starts from the received parameters. Later jobs mix these with the
+    parameters that the client trained last. Before such a job, the client trains the weights of the
+    received parameters, from 0 to 1 for each of them.
     rate: the learning rate of the weights.
     share: the fraction of the client's samples that train the weights.
     top: the module that is mixed.

@@ -32,14 +32,14 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Compute a run of FedBSS: FedAvg with equal weights, and samples selected after a warm-up.
+    """Compute a run of FedBSS: FedAvg with equal weights, which selects samples after a warm-up.
 
     From version `warmup` on, epoch e uses all unbiased samples (`split`) and a fraction a_e of the
-    biased ones.
+    biased samples.
     kind: how a_e grows with e, a key of `FRACTION`; "all" always uses all samples.
     refresh: losses and uncertainties are computed in a client's first job after the warm-up, and
     then in every `refresh`-th job.
-    fraction_of: "loss" uses all samples, and multiplies the losses of biased ones by a_e.
+    fraction_of: "loss" uses all samples, and multiplies the losses of biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]

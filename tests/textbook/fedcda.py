@@ -53,8 +53,8 @@ def fedcda(
 ) -> Book:
     """Compute a run of FedCDA, whose server averages one cached model of each client.
 
-    Selected models minimise the mean of their losses + smoothness / 2 times their mean squared
-    distance from their mean.
+    The selected models minimise their mean loss + smoothness / 2 times the mean squared distance of
+    a model from the average.
     memory: the number of models in a client's cache.
     batches: the number of groups of clients for which models are selected one after another.
     warmup_rounds: the number of first aggregations, which average newest models.

@@ -1,7 +1,7 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
 The model that is scored on the central test set has the mean of the parameters after the last two
-rounds, and the last buffers. In the first round, it has that round's parameters.
+rounds. It has the last buffers. In the first round, it has that round's parameters.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ def fedgh(
 ) -> Book:
     """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    Of two updates that conflict, each loses its projection on the other one's original.
+    If two updates conflict, each one loses its projection on the other update's original.
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
     conflict_test: "original" changes both updates if the dot product of their originals is
-    negative. "current" changes an update if its dot product with the other original is negative
-    now.
+    negative. "current" changes an update if its present dot product with the other original is
+    negative.
     tensor: True treats each tensor of the parameters separately.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}

@@ -28,11 +28,10 @@ def principal(
     product with the update. The sum is multiplied by the update's norm.
     fraction: the number of directions, divided by the number of updates; at least one direction is
     used.
-    scale: a direction's weight: its eigenvalue divided by the norm of the used ones ("l2") or by
-    the sum of all ("sum"), or 1 ("none").
+    scale: the weight of a direction. "l2": its eigenvalue divided by the norm of all used
+    eigenvalues. "sum": its eigenvalue divided by the sum of all eigenvalues. "none": 1.
     tensor: True treats each tensor of the parameters separately.
     tol: the relative size below which an eigenvalue or a dot product counts as 0.
-    loss: the local loss.
     """
     parts = slices(world) if tensor else [slice(None)]
 

@@ -69,7 +69,8 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
     """Return the weights that mix the participants' heads into the head of participant i.
 
-    They are at least 0, have the sum 1, and minimise the sum of w_j w_k P_jk (see the module).
+    The weights w_j are at least 0, have the sum 1, and minimise the sum of w_j w_k P_jk (see the
+    module).
     variances, h: the results of `statistics` for each participant.
     least: weights of at most `least` become 0, and larger ones are scaled to the sum 1. If no
     weight is larger, all stay.

@@ -126,7 +126,8 @@ def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
 
     Clients train the server's factors, cut to their ranks. The server adds the weighted mean of
     (B_i A_i - P_i) to the product of its factors. B_i and A_i are trained factors, and P_i is the
-    whole product in the client's base version. Its new factors are the nearest ones (`nearest`).
+    whole product in the client's base version. The server's new factors approximate the result
+    (`nearest`).
     scaling: the factor on B A in the layer.
     ranks: the ranks that clients may have.
     """
@@ -161,9 +162,9 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
     The server fills smaller factors with zeros, and averages with the weights |B_i A_i|, times the
     samples if the run weighs by samples.
 
-    Let B' and A' be the parts of a client's factors after gamma times the rank, rounded down. The
-    loss contains lam |B'| |A'|. If a job makes |B'| |A'| smaller, the client drops these parts
-    before the average. A rank is at least 1.
+    Let q be gamma times a client's rank, rounded down. B' are the columns of its B after the first
+    q, and A' the rows of its A. The loss contains lam |B'| |A'|. If a job makes |B'| |A'| smaller,
+    the client drops B' and A' before the average. A rank is at least 1.
     scaling: the factor on B A in the layer.
     ranks: the ranks with which clients may start.
     """

@@ -49,8 +49,8 @@ def moon(
 ) -> Book:
     """Compute a run of MOON: FedAvg with the loss CE + mu times a contrastive loss.
 
-    It pulls features to those of the received model, and away from those of the client's earlier
-    models.
+    The contrastive loss pulls features to those of the received model, and away from those of the
+    client's earlier models.
     tau: the temperature.
     projection: the widths of the two layers of the projection; empty: there is none.
     pool: the largest number of earlier models that are used, the newest ones.

@@ -26,8 +26,8 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
     """Compute a run of pFedMe, in which each client trains personal parameters theta.
 
     For each batch, theta starts at the client's copy w of the shared parameters. It makes `steps`
-    gradient steps on its loss plus lam/2 |theta - w|^2. Then w makes one step with the gradient lam
-    (w - theta). A client is scored with its last theta.
+    gradient steps on the batch's loss plus lam/2 |theta - w|^2. Then w makes one step with the
+    gradient lam (w - theta). A client is scored with its last theta.
     rate: the learning rate of theta.
     beta: the weight of the mean of all w in the next shared parameters.
     """

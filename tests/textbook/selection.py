@@ -57,8 +57,8 @@ class OortByHand:
     score is the scaled utility plus a bonus that grows with the time since it was last chosen.
     Scores of clients that are slower than the limit are multiplied by (limit / duration)^penalty.
 
-    exploration, decay, least: the fraction of clients that are not known. It is multiplied by
-    `decay` in each round, down to `least`.
+    exploration, decay, least: the fraction of clients that are not known. Each round multiplies
+    this fraction by `decay`, down to `least`.
     cutoff: if n known clients are needed, they are drawn from those with at least `cutoff` times
     the n-th best score.
     clip: the quantile to which larger utilities are reduced.

@@ -87,8 +87,8 @@ def vhl(
 
     virtual: the number of virtual images.
     alpha: the weight of the virtual images' cross-entropy.
-    gamma, kappa: the weights of the supervised contrastive loss of all images, and of that of the
-    virtual images.
+    gamma, kappa: the weights of two supervised contrastive losses: of all images, and of the
+    virtual images alone.
     extra: True: the head has outputs for virtual images of each class.
     align_epochs: the number of first epochs of a job that use the contrastive losses.
     mixup: True: Mixup changes the real images.

@@ -3,7 +3,8 @@
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
 makes a cluster of three machines. Each turn makes a synchronous and a buffered run on undisturbed
-links, and then on slow or lossy links. Bits must be the same. The table has these columns:
+links, and then on slow or lossy links. Runs with the same schedule must have the same bits. The
+table has these columns:
 - seconds per round, and their ratio to the undisturbed run in the same turn
 - megabytes per round that the coordinator's node receives and sends, counted on the link and, in
   brackets, in raysim's history

@@ -256,8 +256,8 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return all tests that may notice a mutant.
 
-        First are those that execute the mutant's line, or else its function, class or file. No test
-        executes lines that run at import. Last are test_defaults.py and the test file of the
+        First are those that execute the mutant's line. If none is known, they are those that
+        execute its function, class or file. Last are test_defaults.py and the test file of the
         mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()

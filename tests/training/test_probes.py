@@ -149,8 +149,8 @@ def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
 def test_weight_of_a_client_equals_its_number_of_probe_samples_of_unseen_classes() -> None:
     """Check the weight of each client in a mean over the classes that it has not seen.
 
-    Class 1 has one probe sample, and class 2 has two. The clients have not seen class 1, and
-    classes 1 and 2, so their weights are 1 and 3.
+    Class 1 has one probe sample, and class 2 has two. One client has not seen class 1, so its
+    weight is 1. The weight of a client that has seen neither class is 3.
     """
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)
