@@ -304,10 +304,8 @@ class Selector:
         """Return the loss of each of these clients, and record the cost in `loss_pass`.
 
         A run that is only planned has no workers; all losses are then nan.
-        clients: the numbers of the clients.
         samples: the largest number of a client's samples on which its loss is computed; None uses
         all.
-        version: the number of the current version.
         Raises SelectionError if the rule's attribute `measures` is False, or if the rule has
         already measured losses in this decision.
         """

@@ -1,9 +1,8 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
-The attackers are drawn once from the seed, among the clients with samples. The table has the values
-of `attack.kind`, what an attacker does, and the source. In the table, y is a label of C classes,
-and D is the update that an attacker would send if it were honest. mean and std are the mean and
-standard deviation of each parameter over the honest updates of the same aggregation.
+The attackers are drawn once from the seed, among the clients with samples. y is a label of C
+classes. D is the update that an attacker would send if it were honest. mean and std are those of
+each parameter over the honest updates of the same aggregation. `attack.kind` is one of:
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
@@ -12,13 +11,13 @@ standard deviation of each parameter over the honest updates of the same aggrega
     alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices that the papers leave open:
-- The server replaces only the shared parameters in the updates of attackers, when they arrive. All
-  other values, such as BatchNorm's statistics and client states, come from the training.
+- The server replaces the shared parameters of attackers' updates when they arrive. All other
+  values, such as BatchNorm's statistics and client states, come from the training.
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation
   (`largest_z`).
-- If the norm of an attacker's update is infinite, nan, or above the setting `faults.norm`, the job
-  counts as failed.
+- If the norm of an attacker's update is infinite, nan, or above `faults.norm`, the job counts as
+  failed.
 """
 
 from __future__ import annotations
@@ -83,12 +82,9 @@ class Attack:
 def largest_z(updates: int, attackers: int) -> float:
     """Return ALIE's largest z for an aggregation, at least 0.
 
-    Let n be the number of updates, m the number of attackers among them, and s = floor(n / 2 + 1) -
-    m. Then z is the quantile of the standard normal distribution at p = (n - m - s) / (n - m). To
-    keep z finite, p is at most 1 - 0.5 / (n - m).
-
-    updates: the number n.
-    attackers: the number m.
+    With n updates, m of them from attackers, and s = floor(n / 2 + 1) - m, z is the quantile of the
+    standard normal distribution at p = (n - m - s) / (n - m). To keep z finite, p is at most 1 -
+    0.5 / (n - m).
     """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest
@@ -115,11 +111,9 @@ def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
 class Attackers(Method):
     """The attackers of a run, as a method that comes before the user's methods.
 
-    attack: the settings of the attack.
     seed: the seed of the run; it decides which clients attack.
     train: for each client the rows of its training samples in the data set.
-    max_norm: the norm above which an update is a failure (`faults.norm`); None allows any finite
-    norm.
+    max_norm: the norm above which an update is a failure; None allows any finite norm.
     label: a function that returns the name of a client for errors.
     """
 

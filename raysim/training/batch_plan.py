@@ -40,12 +40,9 @@ def make_plan(
     The samples are shuffled and cut into batches. With `local.sampling=replacement`, each batch is
     drawn with replacement instead.
 
-    local: the options of local training, such as the batch size.
     samples: the number of the client's training samples.
-    selected: the samples to train on, as an array for each epoch. With `local.steps`, the job's
-    steps are divided into as many equal intervals as there are arrays. Each interval trains on one
-    array. The arrays have ascending positions from 0 to `samples` - 1.
-    generator: the source of random numbers for the shuffle.
+    selected: the samples to train on, as ascending positions from 0 to `samples` - 1. There is an
+    array for each epoch, or with `local.steps` for each of equal intervals of the steps.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches: list[np.ndarray] = []
@@ -69,12 +66,8 @@ def make_plan(
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
     """Return the number of batches in one epoch of a job, or in one interval of its steps.
 
-    With `local.epochs`, a job consists of epochs. An epoch visits all samples that are selected for
-    it, in batches. With `local.steps`, a job has a number of steps and no epochs. The steps are
-    divided into `parts` intervals, as equal as possible, and samples are selected for each
-    interval.
+    With `local.steps`, a job's steps are divided into `parts` intervals, as equal as possible.
     part: the number of the epoch or interval, from 0.
-    parts: the number of epochs or intervals in the job.
     positions: the number of samples that are selected for this epoch or interval.
     """
     if local.epochs is not None:
@@ -110,8 +103,6 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 class BatchPlanner:
     """An object that decides the batches of jobs before training.
 
-    local: the options of local training.
-    seed: the seed of the run.
     selector: the method that selects samples; None takes all samples.
     drop_single: True drops a last batch of one sample if the epoch has further batches.
     needs_two_rows: True if the model cannot train on one sample. An epoch for which a method
@@ -167,16 +158,12 @@ class BatchPlanner:
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the samples that a method selects for each epoch of a job; [] means all samples.
 
-        The result has one array for each epoch: the samples' positions in the client's data,
-        ascending. With `local.steps`, a job has no epochs. Its steps are divided into
-        `local.phases` intervals, and there is an array for each interval.
-        The result is [] if the method returns None. If the model cannot train on one sample, arrays
-        with fewer than two samples are left out.
+        There is an array of ascending positions in the client's data for each epoch. With
+        `local.steps`, there is one for each of `local.phases` intervals of the steps. If the model
+        cannot train on one sample, arrays with fewer than two samples are left out.
 
-        selector: the method that selects samples.
-        ctx: the context of the job.
         Raises ValueError if the method returns positions for some epochs and None for a later
-        epoch. Also raises it if all arrays are left out.
+        epoch, or if all arrays are left out.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -1,10 +1,8 @@
 """Train K clients of a small linear network at once, by batched matrix products.
 
-Each of the K lanes trains one client. Row k of a tensor [K, D] has the D parameters of lane k.
-
-The network must be a chain of linear and elementwise layers, and no method may take part in the
-step. `step_mode.py` checks these and further conditions. Smaller batches are padded with samples of
-weight 0, so that all products have the same shape.
+Row k of a tensor [K, D] has the D parameters of lane k. The network must be a chain of linear and
+elementwise layers, and no method may take part in the step (see `step_mode.py`). Smaller batches
+are padded with samples of weight 0, so that all products have the same shape.
 """
 
 from __future__ import annotations
@@ -57,10 +55,9 @@ def step_methods(declarations: Declarations) -> list[str]:
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
     """Return the layers of a chain of linear and elementwise layers; None for other networks.
 
-    The network must be a chain, where each layer gets the output of the previous layer. Its layers
-    may be linear, elementwise (such as ReLU), or flatten layers. The first linear layer must get
-    one vector for each sample.
-    networks: the run's neural networks by name; the chain must be the only network, "model".
+    Layers may be linear, elementwise (such as ReLU), or flatten layers. The first linear layer must
+    get one vector for each sample.
+    networks: the run's neural networks; the chain must be the only network, "model".
     input_dims: the number of dimensions of one sample's input: 1 for a vector, 3 for an image. With
     more than one dimension, the first layer must flatten the input.
     """
@@ -111,11 +108,9 @@ class _BatchedLinear(torch.autograd.Function):
         """Return the outputs x w^T + b of a linear layer in each of K lanes, [K, B, m].
 
         B is the number of samples in the batch of a lane.
-        ctx: the object in which autograd keeps tensors for `backward`.
         grad_w: memory for the gradient of w, [K, m, n]. Only `backward` writes it.
-        x: the n inputs of each sample, [K, B, n].
-        w: the weights of each lane, [K, m, n].
-        b: the bias of each lane, [K, m]; None for a layer without bias.
+        x: the inputs, [K, B, n].
+        w, b: the weights, [K, m, n], and the bias, [K, m], of each lane.
         """
         ctx.save_for_backward(x, w)
         ctx.grad_w = grad_w
@@ -194,11 +189,9 @@ class BatchedLanes(LaneLoop[Lane]):
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
         K is the number of lanes. The result is a pair:
-        - a dictionary with the parameters of the neural networks. A key is the id of a parameter.
-          The value is a tensor [K, ...] with the parameter's values in all lanes.
-        - a list with the tensors that the optimizer changes. Without `local.clip`, there is a
-          tensor [K, ...] for each trained parameter. With `local.clip`, parameters that follow one
-          another in the vector are joined: a tensor [K, n] has n floats of each lane.
+        - a dictionary from the id of a parameter to its values in all lanes, [K, ...].
+        - the trained parameters, [K, ...]. With `local.clip`, parameters that follow one another in
+          the vector are joined: a tensor [K, n] has n floats of each lane.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}

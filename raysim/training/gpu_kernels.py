@@ -74,11 +74,11 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class GpuKernels(TorchFunctionMode):
     """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    Some GPU kernels work only with tensors at aligned memory addresses. If a tensor is at an
-    unaligned address, such a kernel gets a copy of the tensor at an aligned address.
+    Some GPU kernels work only at aligned memory addresses. Such a kernel gets an aligned copy of an
+    unaligned tensor.
 
-    modules: the modules of the networks. If a module is a GroupNorm, convolutions use the usual
-    memory layout of tensors. Otherwise they use the layout "channels last", which is faster.
+    modules: the modules of the networks. Without a GroupNorm, convolutions use the memory layout
+    "channels last", which is faster.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -91,16 +91,10 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of a PyTorch function, computed with suitable GPU kernels.
 
-        While the mode is active, PyTorch calls this method in place of each function:
-        - If the function is a layer, such as `linear`, tensors at unaligned memory addresses are
-          first copied to aligned addresses.
-        - If it is `conv2d` for a batch of images, without keyword arguments, fast kernels are used,
-          too.
-        - All further functions are called without a change.
-
-        func: the function, with its arguments `args` and `kwargs`; kwargs=None means no keyword
-        arguments.
-        types: has no effect.
+        While the mode is active, PyTorch calls this method in place of each function. Layers, such
+        as `linear`, get aligned copies of unaligned tensors. A `conv2d` of a batch of images,
+        without keyword arguments, uses fast kernels, too. All further functions are called without
+        a change.
         """
         kwargs = kwargs or {}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:

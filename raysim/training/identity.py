@@ -144,11 +144,8 @@ def code_checksum(package: str) -> str:
 def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable[tuple[str, Path]]:
     """Yield the path inside the package and the full path of each Python file of a package.
 
-    For a module, which is a single file, yield the file's name and its full path. Yield nothing if
-    this file is unknown or does not exist.
-
-    folders: the package's folders; None for a module.
-    origin: the file of a module; None if it is unknown. It is ignored if `folders` is not None.
+    folders: the package's folders; None for a module, which is a single file.
+    origin: the file of a module; None if it is unknown. Then nothing is yielded.
     """
     if folders is None:
         if origin and Path(origin).is_file():

@@ -34,7 +34,7 @@ class Init:
     only: networks, modules or tensors that start from the file, such as "model" or "extractor";
     None means all.
     redraw: networks, modules or tensors, such as "head", that keep the values with which the model
-    is built, even if the file has them; None means that none do.
+    is built, even if the file has them.
     sha256: the checksum that the file must have; None stores the file's checksum.
     """
 
@@ -87,10 +87,8 @@ class InitialWeights:
     def drawn(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> list[str]:
         """Return the full names of the tensors whose initial values do not come from the file.
 
-        `init.only` or `init.redraw` excludes these tensors, or the file has no values for them.
-        networks: the neural networks of the run, by name.
-        personal: full names of tensors that stay on the clients; the file may have no values for
-        them.
+        `init.only` or `init.redraw` excludes them, or the file has no values for them.
+        personal: full names of tensors that stay on the clients; the file may lack them.
         Raises ValueError if tensors of the file and of the run do not match.
         """
         targets = _Targets(networks, personal)
@@ -100,13 +98,10 @@ class InitialWeights:
     def check_base(self, networks: Mapping[str, nn.Module], personal: Collection[str]) -> None:
         """Raise ValueError if the adapters in the file do not fit the run's frozen weights.
 
-        Adapters fit if they were trained with the same frozen weights. To decide this, compare the
-        run's frozen weights with a checksum in the file (`self.base`). Do nothing if the file has
-        no checksum, or if the run uses no adapter from the file.
+        Adapters fit if they were trained with frozen weights of the checksum `self.base`. Do
+        nothing if the file has no checksum, or if the run uses no adapter from the file.
 
-        networks: the neural networks of the run, by name.
-        personal: full names of tensors that stay on the clients; the file may have no values for
-        them.
+        personal: full names of tensors that stay on the clients; the file may lack them.
         """
         if not self.base:
             return
@@ -124,10 +119,8 @@ class InitialWeights:
         """Return the arrays of the weights file that the run loads, by the tensors' full names.
 
         `init.only` and `init.redraw` select the tensors.
-        targets: the tensors of the run into which arrays can be loaded.
-        Raises ValueError if the run has no tensor, if the settings select no tensor, or if they
-        name a part that the run does not have. Also raises it if the tensors of the file and of the
-        run do not match.
+        Raises ValueError if no tensor is selected or a named part does not exist. Also raises it if
+        the tensors of the file and of the run do not match.
         """
         if not targets.tensors:
             raise ValueError(
@@ -162,12 +155,9 @@ class InitialWeights:
         """Map full names of the run's tensors to the arrays of the weights file.
 
         The file may use the full names, full names without the prefix "model.", or the names from
-        the user's own model. If the run has a tensor for none of these arrays, and `init.redraw`
-        lists none of them, the result is {}.
-        If the run has tensors only for some arrays of the file, raise ValueError in general. There
-        is no error if `init.only` is set, or if `init.redraw` lists all arrays without a tensor. In
-        these two cases, the arrays without a tensor are left out.
-        targets: the tensors of the run, with all names that a file may use for them.
+        the user's own model. Arrays without a tensor of the run are left out.
+        Raises ValueError if only some arrays have a tensor of the run. `init.only`, or
+        `init.redraw` for all arrays without a tensor, prevents this error.
         """
 
         def known_names(scheme: dict[str, str]) -> int:
@@ -204,17 +194,15 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        Personal tensors, frozen weights and buffers that are not saved may be missing, except in
-        the last case below. If `init.only` is set, the file must have all other wanted tensors. If
-        it is not set:
+        Personal tensors, frozen weights and buffers that are not saved may be missing. If
+        `init.only` is set, the file must have all other wanted tensors. Otherwise:
         - The file must have all wanted tensors of the network "model".
         - The file may lack another network as a whole, but not a part of it.
         - The file may lack all adapters if it has the frozen weights of the layers with adapters.
 
-        targets: the tensors of the run.
-        wanted: full names of the tensors that start from the file, according to `init.only` and
+        wanted: full names of the tensors that start from the file, by `init.only` and
         `init.redraw`.
-        available: maps full names of these tensors to their arrays in the file.
+        available: these tensors' arrays in the file.
         is_partial: True if `init.only` is set.
         """
         present = {name.partition(".")[0] for name in available} | {"model"}
