@@ -1,11 +1,10 @@
 """FedGH: remove the conflicts between clients' updates before they are averaged.
 
-Two updates G_i and G_j conflict if their inner product is negative. The server then removes from
-G_i its projection on G_j, and from G_j its projection on G_i.
+Two updates conflict if their inner product is negative.
 
-Source: Zhang, Sun and Chen, "Tackling the Non-IID Issue in Heterogeneous Federated Learning by
-Gradient Harmonization" (IEEE SPL 2024). G_i is the update of client i, and g_i starts as G_i. For
-each pair (i, j) that conflicts, one pair after another,
+Source: Zhang et al., "Tackling the Non-IID Issue in Heterogeneous Federated Learning by Gradient
+Harmonization" (IEEE SPL 2024). G_i is the update of client i, and g_i starts as G_i. For each pair
+(i, j) that conflicts, one pair after another,
 
     g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
@@ -14,24 +13,22 @@ The result is the weighted mean of all g_i.
 "fedgh_hierarchical" is another algorithm, which the code of FedLD (Zeng et al., MICCAI 2024) calls
 FedGH. r is a running mean of past aggregates. For each tensor of the model, the server sorts the
 updates g by <g, r>. It pairs the first update with the last one, the second with the last but one,
-and so on. If a pair (g_i, g_j) conflicts, the server removes from g_i its projection on g_j, and
-from g_j its projection on the original g_i. The two updates of a pair are then replaced by their
-sum. This repeats until one vector is left, which is divided by the number of updates.
+and so on. If a pair conflicts, it removes from each update the projection on its partner. Each sum
+of a pair replaces the pair. This repeats until one vector is left, which is divided by the number
+of updates.
 
 Choices, and departures from the paper
-- The authors have published no code, and the listing of the algorithm was not available. The pairs
-  are tested in the order (0, 1), (0, 2), ... by client number.
-- With conflict_test="current", the server tests changed updates for conflicts, as in PCGrad. It
-  applies the first formula if <g_i, G_j> is negative, and the second formula if <g_j, G_i> is
-  negative.
-- An update becomes shorter when a projection is removed from it. The server does not scale it back
-  to its original length.
+- The authors have published no code. The pairs are tested in the order (0, 1), (0, 2), ... by
+  client number.
+- conflict_test="current" tests changed updates, as in PCGrad: the first formula applies if <g_i,
+  G_j> is negative, the second if <g_j, G_i> is.
+- A changed update is not scaled back to its original length.
 - All trainable parameters of a client form one vector, unless granularity="tensor".
-- In "fedgh_hierarchical", the last two updates a and b are an exception, as in FedLD's code. Let
-  s = <a, b> for the original a and b; s does not change. First a <- a - s / (|b|^2 + eps) b. Then
-  b <- b - s / (|a|^2 + eps) a, with the changed a.
-- In "fedgh_hierarchical", all updates have the same weight by default. If the run sets weights, the
-  server multiplies each update by its weight, divided by the mean weight, before it forms pairs.
+- In "fedgh_hierarchical", the last pair (a, b) is an exception, as in FedLD's code. Let s be the
+  original <a, b>. First a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the
+  changed a.
+- In "fedgh_hierarchical", each update is first multiplied by its weight, divided by the mean
+  weight. By default all weights are equal.
 """
 
 from __future__ import annotations
@@ -88,12 +85,10 @@ def _harmonize(
 ) -> np.ndarray:
     """Remove the conflicts between m updates; return coefficients c of the changed updates.
 
-    G_i is the original update i. g_i is update i with all changes so far. The result c is float64
-    [m, m]: at the end, g_i is the sum over j of c_ij G_j.
+    c is float64 [m, m]: the changed update i is the sum over j of c_ij times the original update j.
     products: the Gram matrix [m, m] of the original updates.
     pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
-    conflict_test: "original" changes g_i and g_j if <G_i, G_j> is negative. "current" changes g_i
-    if <g_i, G_j> is negative, and g_j if <g_j, G_i> is negative.
+    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     counts: the conflicts and projections are added to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -142,9 +137,7 @@ def harmonized_aggregate(
 
     gradients: [m, d], the original updates.
     weights: [m], the weight of each changed update.
-    order: the pairs [i, j] of updates to test, in this order; None means (0, 1), (0, 2), ...,
-    (1, 2), ...
-    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
+    order, conflict_test: the arguments of `harmonized_gradients`.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     products = gram_matrix(gradients.unbind()).numpy()
@@ -211,19 +204,12 @@ def _harmonize_in_tree(
 ) -> np.ndarray:
     """Add up m updates in pairs, then the sums in pairs, until one sum is left.
 
-    The function works in passes. In each pass, it sorts the vectors by their inner product with r,
-    the running mean of past aggregates; the vector with the largest product comes first. Then it
-    replaces the first and the last vector by their sum, the second and the last but one by their
-    sum, and so on. If the number of vectors is odd, the middle vector goes into the next pass
-    unchanged. The last two vectors are not sorted.
-    If the inner product of a pair is negative, the projection of each vector on its partner is
-    removed before the two vectors are added. In the last pair, the formula for the second vector
-    uses the changed first one. Return the coefficient of each update in the last sum, float64 [m].
-
-    products: [m + 1, m + 1], the inner products of m + 1 vectors. The first m vectors are the
-    updates, and the last one is r, which is never added.
+    Return the coefficient of each update in the last sum, float64 [m]. The module's docstring
+    describes how conflicts are removed.
+    products: [m + 1, m + 1], the inner products of the m updates and of r, the running mean of past
+    aggregates.
     factors: [m], the factor by which each update is multiplied at first.
-    eps: a small number that is added to squared norms, so that no division is by 0.
+    eps: added to squared norms, so that no division is by 0.
     counts: the conflicts and projections are added to these numbers.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
@@ -243,13 +229,11 @@ def _harmonize_in_tree(
         return changed
 
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return the vector a + b; if <a, b> is negative, first change `a` and `b`.
+        """Return the vector a + b; if <a, b> is negative, first remove the conflict.
 
-        Each vector is a weighted sum of the m updates. The arrays `a`, `b` and the result have the
-        m weights of these sums. The change removes from `a` the projection of `a` on `b`, and from
-        `b` the projection of `b` on `a`.
-        is_last_pair: True if only `a` and `b` are left. The formula for `b` then has the changed
-        `a` in place of the original `a`, but still the original <a, b>.
+        The arrays have the weights of the m updates in each vector.
+        is_last_pair: True if only `a` and `b` are left. The formula for `b` then uses the changed
+        `a`.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -281,14 +265,13 @@ def hierarchical_harmonized_gradient(
 ) -> Tensor:
     """Add up m updates in pairs, then the sums in pairs; return the last sum divided by m, [d].
 
-    Two vectors a and b of a pair conflict if their inner product is negative. Then the projection
-    of a on b is removed from a, and the projection of b on a from b, before a and b are added. In
-    the last pair, the formula for b uses the changed a.
+    Vectors are sorted by their inner product with `reference`. The first is paired with the last,
+    the second with the last but one, and so on. If the inner product of a pair is negative, the
+    projection of each vector on its partner is first removed. In the last pair, the formula for the
+    second vector uses the changed first one.
     gradients: [m, d], the updates of one tensor of the model.
-    reference: [d], the running mean r of past aggregates. The function sorts the vectors by
-    their inner product with r. Then the first is paired with the last, the second with the last but
-    one, and so on.
-    eps: a small number that is added to squared norms, so that no division is by 0.
+    reference: [d], the running mean of past aggregates.
+    eps: a small number that is added to squared norms.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
     factors = np.ones(len(gradients))
@@ -303,11 +286,8 @@ _MOMENTUM = 0.99
 class HierarchicalFedGH(Method):
     """A server rule that adds up clients' updates in pairs, and removes conflicts within pairs.
 
-    The server treats each tensor of the model separately. Two updates a and b conflict if their
-    inner product is negative. Then the projection of a on b is removed from a, and the projection
-    of b on a from b, before a and b are added. The sums are paired again until one sum is left. In
-    the last pair, the formula for b uses the changed a. The code of FedLD has this rule under the
-    name FedGH.
+    Two updates conflict if their inner product is negative. The projection of each update on its
+    partner is then removed. The sums are paired again until one sum is left.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
 
@@ -327,21 +307,8 @@ class HierarchicalFedGH(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean update after conflicts between clients' updates are removed.
 
-        The first aggregation of a run returns the plain weighted mean. Later aggregations treat
-        each tensor of the model separately, and add up its updates in several passes.
-
-        1. The server sorts the vectors by their inner product with a running mean of past results.
-           In the first pass, the vectors are the clients' updates of the tensor, times their
-           weights.
-        2. It pairs the first vector with the last one, the second with the last but one, and so on.
-           The last two vectors of all passes are not sorted.
-        3. If the inner product of a pair is negative, the projection of each vector on its partner
-           is removed from the vector. In the last pair, the formula for the second vector uses the
-           changed first one.
-        4. The sum of each pair replaces its two vectors, and the next pass begins.
-
-        The passes end when one vector is left. It is divided by `aggregation.divisor`, which is the
-        sum of the updates' weights unless a method has set another divisor.
+        The first aggregation of a run returns the plain weighted mean, because no running mean
+        exists yet. The sum of the updates is divided by `aggregation.divisor`.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")

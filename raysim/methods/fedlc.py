@@ -1,22 +1,20 @@
 """FedLC: lower the logits of a client's rare classes in training.
 
-The client then has to learn a larger margin for its rare classes, so that frequent ones do not
-displace them.
+The client then has to learn a larger margin for its rare classes.
 
-Source: Zhang, Li, Li, Xu, Wu, Ding and Wu, "Federated Learning with Label Distribution Skew via
-Logits Calibration" (ICML 2022). z are the logits of sample b, and y is its label. n_c is the number
-of the client's samples of class c, and tau a setting. With m_c = tau n_c^(-1/4),
+Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration" (ICML
+2022). z are the logits of sample b, y is its label, and n_c the number of the client's samples of
+class c. With m_c = tau n_c^(-1/4),
 
     loss = mean_b -log( exp(z_y - m_y) / sum_c exp(z_c - m_c) )        over the classes with n_c > 0
 
 Departures from the paper
-- The sum includes the true class, as in public re-implementations. The paper leaves the true class
-  out, and its loss therefore has no lower bound; denominator="others" computes this loss.
+- The sum includes the true class, as in public re-implementations. Without it, as in the paper
+  (denominator="others"), the loss has no lower bound.
 - With count_floor > 0, classes that a client lacks have a finite margin and stay in the sum.
-- With count_floor=0, a client with samples of only one class has loss 0 and no gradient. The
-  history has the share of clients with only one class as `fedlc.one_class`.
-- The method vhl adds outputs to the model for its virtual images. These added outputs have margin
-  0, so a client with only one class has a gradient.
+- With count_floor=0, a client with only one class has loss 0 and no gradient. `fedlc.one_class` in
+  the history is the share of such clients.
+- Outputs that the method vhl adds have margin 0, so such a client then has a gradient.
 - With Mixup, the loss is the cross-entropy with the mixed labels. With denominator="others", it is
   the weighted mean of the losses for both labels.
 """
@@ -87,16 +85,12 @@ def calibrated_cross_entropy(
 ) -> Tensor:
     """Return FedLC's loss: the cross-entropy in which each logit is lowered by its class's margin.
 
-    The loss is the mean over the batch. The margin of a class is tau * n^(-1/4), where the client
-    has n samples of this class. For n = 0 and count_floor = 0 the margin is infinite: the class is
-    left out, and its logit gets no gradient.
+    The loss is the mean over the batch. A class with an infinite margin is left out.
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
-    class_counts: [C], the client's samples n of each class.
-    tau: the scale of the margins.
+    class_counts, tau, count_floor: the arguments of `calibration_margins`.
     denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
     but the true class.
-    count_floor: counts below this number are replaced by it.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)
@@ -108,11 +102,10 @@ def calibrated_cross_entropy(
 class FedLC(Method):
     """A task loss that lowers the logits of the client's rare classes.
 
-    From each logit, the loss subtracts the margin of the class, tau * n^(-1/4), where the client
-    has n samples of this class. This loss replaces the run's task loss. Terms that other methods
-    add use the unchanged logits.
+    The logit of a class with n samples is lowered by tau * n^(-1/4). Terms of other methods use the
+    unchanged logits.
 
-    tau: the scale of the margins.
+    tau: the scale of this margin.
     denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
     but the true class.
     count_floor: smaller counts of a class are replaced by this number. With 0, classes that the

@@ -1,42 +1,35 @@
 """FedLD: train with smaller margins on clients, and rebuild updates from their common directions.
 
-A client's loss penalises large logits. The server replaces each update by an update of the same
-length in the principal directions of all updates.
-
-Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Federated Learning via
-Loss Decomposition" (MICCAI 2024), eq. (3) (client) and (4)-(7) (server). With f the logits:
+Source: Zeng et al., "Tackling Data Heterogeneity in Federated Learning via Loss Decomposition"
+(MICCAI 2024), eq. (3) (client) and (4)-(7) (server). With f the logits:
 
     loss = cross-entropy + lam mean_b log(1 + |f_b|^2)
 
 The server has m updates g_i, the rows of a matrix G. lambda_l and e_l are the L largest eigenvalues
 of G G^T / m and their eigenvectors. The principal directions are v_l = G^T e_l / |G^T e_l|. The
-server replaces g_i by g_i' and averages the g_i':
+server averages g_i' in place of g_i:
 
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
-so that |g_i'| = |g_i|. FedLD consists of methods that can be used alone: "fedld_margin" (the loss
-above), "fedld_damped" (another loss) and "fedld_principal" (the server's rule). The option "fedld"
-is fedld_margin+fedld_principal.
+so that |g_i'| = |g_i|. The option "fedld" is fedld_margin (this loss) with fedld_principal (this
+rule of the server). Both can be used alone, as can "fedld_damped", another loss.
 
 Departures from the paper
-- "fedld_margin" has the setting `kind`. With kind="batch_softmax", the penalty is that of the
-  authors' code, which uses the softmax probabilities of a batch. The paper's values of lam were
-  tuned with this penalty.
-- The kinds "logit_l2" and "threshold" and the damped loss are variants of eq. (3) that the paper
+- kind="batch_softmax" is the penalty of the authors' code, with which the paper's values of lam
+  were tuned. The kinds "logit_l2" and "threshold" and the damped loss are variants that the paper
   only names.
-- "fedld_principal" has the setting `normalization`. Read literally, eq. (7) has w_l = 1
-  (normalization="none"), and updates become longer. The authors' code divides lambda_l by the sum
-  of all eigenvalues (normalization="sum"), and updates become shorter. With the default,
-  normalization="l2", an update keeps its length, as the paper claims.
+- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The
+  authors' code divides lambda_l by the sum of all eigenvalues (normalization="sum"), and updates
+  become shorter. With the default, an update keeps its length, as the paper claims.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
 - All trainable parameters of a client form one vector. The authors' code treats each tensor
   separately, as granularity="tensor" does.
-- The server's mean uses the run's aggregation weights, as in the paper. In the authors' code, all
-  updates have the same weight.
-- At least one principal direction is used. Very small eigenvalues and projections count as 0 (see
-  the setting `tol`). If a projection counts as 0, the rebuilt update is shorter.
-- The rule applies in every round. The authors' code applies it from the third round on.
+- In the authors' code, all updates have the same weight. Here the run's weights count, as in the
+  paper.
+- Very small eigenvalues and projections count as 0 (see `tol`), and may make the rebuilt update
+  shorter.
+- The authors' code applies the rule from the third round on, raysim in every round.
 - With Mixup, the label of a sample is the class with the largest weight.
 """
 
@@ -84,14 +77,12 @@ def margin_control_penalty(
 ) -> Tensor:
     """Return lam times a penalty on the logits of a batch.
 
-    logits: [B, C]; f are the logits of one sample. The margin of a sample is its label's logit
-    minus the largest other logit.
-    kind: the form of the penalty. "marg_log" is the mean of log(1 + |f|^2) over the batch.
-    "logit_l2" is the mean of |f|^2. "threshold" is the mean of max(0, margin - threshold)^2.
+    logits: [B, C]; f are the logits of one sample.
+    kind: "marg_log" is the mean of log(1 + |f|^2) over the batch. "logit_l2" is the mean of |f|^2.
+    "threshold" is the mean of max(0, margin - threshold)^2, with the margins of `margins`.
     "batch_softmax" is log(1 + S) with S the sum of p^2 over all softmax probabilities p of the
     batch.
     labels: int64 [B], needed for kind="threshold" only.
-    threshold: with kind="threshold", the largest margin without a penalty.
     Raises ValueError for an unknown kind, and for kind="threshold" without labels.
     """
     one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))
@@ -147,12 +138,12 @@ class MarginControl(Method):
     """A penalty on large logits in the local loss.
 
     lam: the weight of the penalty.
-    kind: the form of the penalty, for the logits f of each sample. "marg_log" (eq. 3) is the mean
-    of log(1 + |f|^2) over the batch. "logit_l2" is the mean of |f|^2. "threshold" is the mean of
-    max(0, margin - threshold)^2. "batch_softmax" is log(1 + S) with S the sum of p^2 over all
-    softmax probabilities p of the batch.
-    threshold: with kind="threshold", the largest margin without a penalty. A margin is the label's
-    logit minus the largest other logit.
+    kind: the penalty on the logits f of each sample. "marg_log" (eq. 3) is the mean of log(1 +
+    |f|^2) over the batch. "logit_l2" is the mean of |f|^2. "threshold" is the mean of max(0, margin
+    - threshold)^2. "batch_softmax" is log(1 + S) with S the sum of p^2 over all softmax
+    probabilities p of the batch.
+    threshold: the largest margin without a penalty. A margin is the label's logit minus the largest
+    other logit.
     """
 
     name = "fedld_margin"
@@ -227,17 +218,11 @@ def num_principal_components(*, num_clients: int, fraction: float) -> int:
 
 
 def _coefficients(products: Tensor, components: int, normalization: str, tol: float) -> Tensor:
-    """Return the coefficients c, float64 [m, m], that rebuild each of m updates g_1, ..., g_m.
+    """Return coefficients c, float64 [m, m]: the rebuilt update i is sum_j c_ij g_j.
 
-    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
-    all updates. As v_l is a weighted sum of updates, this is equal to sum_j c_ij g_j.
     products: the inner products [m, m] of the original updates g_j.
-    components: L, the largest number of principal directions that are used.
-    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
-    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). With "sum", w_l is lambda_l divided by the
-    sum of all eigenvalues. With "none", w_l = 1.
-    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
-    of g_i on a direction counts as 0 if it is at most tol |g_i|.
+    components: the largest number of principal directions that are used.
+    normalization, tol: the arguments of `revise_gradients`.
     """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
     # The eigenvalues of G G^T are m lambda_l, ascending.
@@ -265,12 +250,11 @@ def revise_gradients(
     """Rebuild updates from their principal directions; return the rebuilt updates [m, d].
 
     The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
-    all updates.
+    all updates. lambda_l is the eigenvalue of direction l.
     gradients: [m, d], the original updates g_i.
     num_components: L, the largest number of principal directions that are used.
-    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
-    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). With "sum", w_l is lambda_l divided by the
-    sum of all eigenvalues. With "none", w_l = 1.
+    normalization: "l2" has w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). "sum" divides lambda_l
+    by the sum of all eigenvalues. "none" has w_l = 1.
     tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
     of g_i on a direction counts as 0 if it is at most tol |g_i|.
     """
@@ -290,16 +274,9 @@ def principal_gradient_aggregate(
 ) -> Tensor:
     """Rebuild updates from their principal directions; return the rebuilt updates' mean [d].
 
-    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
-    all updates.
-    gradients: [m, d], the original updates g_i.
+    gradients: [m, d], the original updates.
     weights: [m], the weight of each rebuilt update.
-    num_components: L, the largest number of principal directions that are used.
-    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
-    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). With "sum", w_l is lambda_l divided by the
-    sum of all eigenvalues. With "none", w_l = 1.
-    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
-    of g_i on a direction counts as 0 if it is at most tol |g_i|.
+    num_components, normalization, tol: the arguments of `revise_gradients`.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     Also raises it for an unknown normalization.
     """
@@ -312,16 +289,15 @@ def principal_gradient_aggregate(
 class PrincipalGradient(Method):
     """A server rule that rebuilds each update from the principal directions of all updates.
 
-    The rebuilt update is the weighted sum of the L principal directions, times the length of the
+    The rebuilt update is a weighted sum of the L principal directions, times the length of the
     original update. Each direction gets the sign of the update's projection on it.
     fraction: L divided by the number of updates.
-    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
-    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). Then a rebuilt update is as long as the
-    original one. With "sum", w_l is lambda_l divided by the sum of all eigenvalues. With "none",
-    w_l = 1.
+    normalization: the weight of a direction with the eigenvalue lambda_l. "l2" is lambda_l /
+    sqrt(sum_{k <= L} lambda_k^2), which keeps the length of updates. "sum" divides lambda_l by the
+    sum of all eigenvalues, and "none" is 1.
     granularity: "model" rebuilds whole updates, "tensor" rebuilds each tensor separately.
-    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
-    of an update on a direction counts as 0 if it is at most tol times the update's length.
+    tol: an eigenvalue counts as 0 if it is at most tol times the largest one. A projection counts
+    as 0 if it is at most tol times the update's length.
     """
 
     name = "fedld_principal"

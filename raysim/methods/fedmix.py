@@ -1,14 +1,12 @@
 """FedMix: approximate a loss in which a client's samples are mixed with means of samples.
 
-Each client averages the inputs of some of its samples to a *mean input*, and their one-hot labels
-to a *mean label*. All clients receive the pairs (mean input, mean label) of all clients. NaiveMix
-mixes each input of a batch with a mean input. FedMix takes the first-order Taylor expansion of
-NaiveMix's loss. The expansion has a mean input only in the term l3 below: in a product with a
-gradient with respect to the inputs. Mean labels are targets of the cross-entropy.
+Each client averages inputs of some of its samples to a *mean input*, and their one-hot labels to a
+*mean label*. All clients receive all these pairs. NaiveMix mixes each input of a batch with a mean
+input. FedMix takes the first-order Taylor expansion of NaiveMix's loss.
 
-Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
-Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair: the
-mean input xbar and the mean label ybar. f is the model, and with u = (1 - lam) x,
+Source: Yoon et al., "FedMix: Approximation of Mixup under Mean Augmented Federated Learning" (ICLR
+2021), Proposition 1 and the local update. A sample x with label y gets the mean input xbar and the
+mean label ybar. f is the model, and with u = (1 - lam) x,
 
     l1 = (1 - lam) CE(f(u), y)    l2 = lam CE(f(u), ybar)    l3 = lam <grad_u l1, xbar>
     FedMix:    loss = mean of l1 + l2 + l3
@@ -16,17 +14,17 @@ mean input xbar and the mean label ybar. f is the model, and with u = (1 - lam) 
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
 Choices where the paper and the public implementations differ
-- The loss has the mean of l3 over the batch, as in the paper. With taylor_scale="public", this mean
-  is divided by the batch size once more, as in public implementations.
-- In total, l3 has the factor lam (1 - lam), because l1 contains the factor 1 - lam. The paper's
-  algorithm has the same factor. The paper's formula of the loss has the factor lam.
-- The server collects the pairs (xbar, ybar) of all clients once, before round 0. A step draws a
-  pair for each sample, without replacement, as in the experiments of the FedBR paper. With
-  pairs="one" it draws one pair for the batch, as in the paper.
-- A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in the code of
-  FedBR. The paper averages all samples of a client.
-- With fresh=True, each step draws new means from all clients' raw data, as in the code of FedBR.
-  This is only for reproducing numbers, because a real client has no raw data of other clients.
+- With taylor_scale="public", the mean of l3 is divided by the batch size once more, as in public
+  implementations.
+- l3 has the total factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
+  loss has the factor lam.
+- The server collects the pairs once, before round 0. A step draws a pair for each sample, without
+  replacement, as in the FedBR paper. pairs="one" draws one pair for the batch, as in the FedMix
+  paper.
+- A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
+  The paper averages all samples of a client.
+- With fresh=True, each step draws new means from all clients' raw data, as in FedBR's code. This is
+  only for reproducing numbers.
 - The reported task loss is l1 + l2 + l3, or the loss of NaiveMix.
 """
 
@@ -78,13 +76,12 @@ def label_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return FedMix's losses l1 (with labels) and l2 (with mean targets), averaged over the batch.
 
-    Each loss is already multiplied by its weight.
+    l1 is already multiplied by 1 - lam, and l2 by lam.
 
-    logits: [B, C], the outputs of the model.
-    labels: int64 [B], the labels of the batch's samples.
-    mean_targets: means of one-hot labels: a row for each sample, [B, c], or one row for all, [1,
-    c]. If c < C, because a method has added outputs to the model, the added outputs have target 0.
-    lam: the weight of l2; l1 has the weight 1 - lam.
+    logits: [B, C].
+    labels: int64 [B].
+    mean_targets: means of one-hot labels, [B or 1, c]. If c < C, because a method has added outputs
+    to the model, these outputs have target 0.
     """
     added_outputs = logits.shape[1] - mean_targets.shape[1]
     targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
@@ -104,14 +101,12 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
-    l1 is (1 - lam) times the cross-entropy with the labels, and l2 is lam times the cross-entropy
-    with the mean targets. l3 is lam times the inner product of the mean input and the gradient of
-    l1 with respect to the input. Each term is a mean over the batch.
+    `label_terms` returns l1 and l2. l3 is lam times the inner product of the mean input and the
+    gradient of l1 with respect to the input. Each term is a mean over the batch.
     logits: [B, C], the outputs of the model for `inputs`.
     inputs: [B, ...], the batch's inputs times 1 - lam, which must require a gradient.
     labels: int64 [B].
-    mean_inputs, mean_targets: the means that are mixed in, [B or 1, ...] and [B or 1, C].
-    lam: the weight of the means in a mixture, from 0 to 1.
+    mean_inputs, mean_targets: [B or 1, ...] and [B or 1, C].
     taylor_scale: "public" divides the mean l3 by the batch size B, "paper" does not.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
@@ -133,15 +128,11 @@ def raw_rows(
 ) -> np.ndarray:
     """Draw the samples whose means a job uses; return their positions in the data set.
 
-    A mean is taken over samples of one client. The client is drawn uniformly from all clients that
-    have samples, and then its samples uniformly. All draws are with replacement.
-    The result is int64 [steps, rows, samples]. In each step, every row has the positions of the
-    samples of one mean.
+    The result is int64 [steps, rows, samples]. A mean is over samples of one client, which is drawn
+    from all clients that have samples. All draws are uniform and with replacement.
     partition: the positions of each client's samples in the data set.
-    steps: the number of steps of the job.
     rows: the number of means in a step.
     samples: the number of samples in a mean.
-    generator: the random generator of the job.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
     first = partition.offsets[clients]
@@ -164,10 +155,10 @@ class FedMix(Method):
     means: the number of pairs (mean input, mean label) that each client sends before round 0.
     samples_per_mean: the number of samples in each mean.
     pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all samples.
-    naive: True uses the loss of NaiveMix: the loss on inputs that are mixed with mean inputs. False
-    uses the loss of FedMix: the first-order Taylor expansion of NaiveMix's loss.
-    taylor_scale: the scale of the expansion's first-order term. "paper" takes the term's mean over
-    the batch. "public" divides this mean by the batch size, as public implementations do.
+    naive: True uses the loss of NaiveMix, on inputs that are mixed with mean inputs. False uses the
+    first-order Taylor expansion of this loss.
+    taylor_scale: "paper" takes the mean of the first-order term over the batch. "public" divides
+    this mean by the batch size.
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 

@@ -1,11 +1,10 @@
 """FedNova: divide each update by the number of its local steps.
 
-So clients that make more steps do not have more influence, and the model converges to the minimum
-of the weighted objective.
+So clients that make more steps do not have more influence.
 
-Source: Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in
-Heterogeneous Federated Optimization" (NeurIPS 2020). With D_i the update of client i after tau_i
-local steps, p_i its normalised weight, and a_i the number of plain steps that have the same effect:
+Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization" (NeurIPS 2020). With D_i the update of client i after tau_i local steps, p_i its
+normalised weight, and a_i the number of plain steps that have the same effect:
 
     x <- x + (sum_j p_j a_j) sum_i p_i D_i / a_i
 
@@ -14,11 +13,10 @@ local steps, p_i its normalised weight, and a_i the number of plain steps that h
     a_i = sum_{k < tau_i} (1 - eta mu)^k                                 proximal term mu, rate eta
 
 Departures from the paper
-- a_i is computed for any combination of momentum, Nesterov's momentum and a proximal term: by
-  making tau_i steps with a constant gradient of 1.
+- Momentum, Nesterov's momentum and a proximal term can be combined: a_i is computed by tau_i steps
+  with a constant gradient of 1.
 - If layers are trained with different numbers of steps, tau_i is the largest of these numbers.
-- Weight decay and clipping do not change a_i. a_i is computed as if momentum started at 0 in each
-  job, even with local.keep_optimizer=true.
+- Weight decay, clipping and local.keep_optimizer do not change a_i.
 - Buffers are averaged as in FedAvg.
 """
 
@@ -44,14 +42,10 @@ if TYPE_CHECKING:
 def effective_steps(
     steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False
 ) -> float:
-    """Return the number of plain SGD steps that have the same effect as the steps of a job.
+    """Return how many plain SGD steps move as far as the steps of a job, under a constant gradient.
 
-    A plain step has no momentum and no proximal term. The same effect means the same distance under
-    a constant gradient.
-    steps: the number of steps of the job.
     momentum: the factor of the momentum; 0 without momentum.
     pull: the learning rate times the weight of a proximal term; 0 without one.
-    nesterov: True uses Nesterov's momentum.
     """
     moved, velocity = 0.0, 0.0
     for _ in range(steps):

@@ -1,22 +1,19 @@
 """FedNTD: distil the received model's outputs for the classes other than the true one.
 
-The local model learns the received model's outputs for all classes except the true one. So it
-forgets less about classes that the client does not have.
+So the local model forgets less about classes that the client does not have.
 
-Source: Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True
-Distillation in Federated Learning" (NeurIPS 2022):
+Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
+Learning" (NeurIPS 2022):
 
     loss = cross-entropy + beta L_NTD
 
-L_NTD is tau^2 KL(p || q), over the C - 1 classes other than the true one. p is the softmax of the
-received model's outputs divided by tau. q is the softmax of the local model's outputs divided by
-tau.
+L_NTD is tau^2 KL(p || q), over the C - 1 classes other than the true one. p and q are the softmax
+of the received model's and of the local model's outputs, divided by tau.
 
 Departures from the paper
-- The received model, whose outputs are distilled, is in eval mode. In the authors' code it is in
-  train mode for the first client.
-- With Mixup, L_NTD is computed for the labels of both mixed samples. The two values are averaged
-  with Mixup's weights. No paper describes this combination.
+- The received model is in eval mode. In the authors' code it is in train mode for the first client.
+- With Mixup, L_NTD is the mean of the values for both labels, with Mixup's weights. No paper
+  describes this.
 """
 
 from __future__ import annotations
@@ -42,12 +39,11 @@ def not_true_distillation_loss(
 ) -> Tensor:
     """Return the mean over the batch of tau^2 KL(teacher || student), without the true classes.
 
-    The KL divergence of a row is over all classes except the row's label. With C = 2 only one class
-    remains, and the loss is 0.
+    With C = 2 only one class remains, and the loss is 0.
     logits: [B, C], the student's outputs.
     global_logits: [B, C], the teacher's outputs, which get no gradient.
     labels: int64 [B].
-    temperature: tau, by which all outputs are divided before the softmax.
+    temperature: tau, by which all outputs are divided.
     """
     index = torch.arange(logits.shape[1] - 1, device=logits.device)
     other_classes = index + (index >= labels.unsqueeze(1))

@@ -1,11 +1,8 @@
 """FedOpt: use the mean update as the gradient of an optimizer on the server.
 
-The optimizers are FedAvgM (momentum), FedAdagrad, FedAdam and FedYogi.
-
-Source: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated
-Optimization" (ICLR 2021), Algorithms 1 and 2; for FedAvgM Hsu, Qi and Brown, "Measuring the
-Effects of Non-Identical Data Distribution for Federated Visual Classification" (2019). With D the
-mean update:
+Source: Reddi et al., "Adaptive Federated Optimization" (ICLR 2021), Algorithms 1 and 2; for FedAvgM
+Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification" (2019). With D the mean update:
 
     FedAvgM      u <- beta u + D               x <- x + eta u       (Nesterov: x + eta (D + beta u))
     adaptive     m <- beta1 m + (1 - beta1) D  x <- x + eta m / (sqrt(v) + tau)
@@ -14,11 +11,10 @@ mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- By default the moments get no bias correction; the paper's Algorithm 2 has none either.
-  bias_correction=True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), which is the rule of
-  TensorFlow's Adam. PyTorch's Adam has a different rule.
+- bias_correction=True, which the paper does not have, multiplies step t by sqrt(1 - beta2^t) / (1 -
+  beta1^t). This is the rule of TensorFlow's Adam, not of PyTorch's.
 - v starts at tau^2, which the paper allows; in the authors' code it starts at 0.
-- By default beta2 is the paper's value 0.99; in the authors' code it is 0.999.
+- beta2 has the paper's default 0.99; in the authors' code it is 0.999.
 - There is no weight decay on the server, and buffers are averaged.
 """
 
@@ -102,15 +98,12 @@ def fedadam_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedAdam step, all [D].
 
-    params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
-    first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
+    first_moment, second_moment: the two moments m and v before the step.
     server_lr: the server's learning rate eta.
-    beta1: the factor on the old first moment.
-    beta2: the factor on the old second moment.
+    beta1, beta2: the factors on the old first and second moment.
     tau: the constant that is added to the root of the second moment.
-    step: the number of the server's step, from 1, for bias correction: both moments start near 0
-    and are too small at first. None for no correction.
+    step: the number of the server's step, from 1, for bias correction; None for no correction.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step)
@@ -130,14 +123,8 @@ def fedyogi_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedYogi step, all [D].
 
-    params: the parameters of the current version.
-    delta: the mean update, which points towards improvement.
-    first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
-    server_lr: the server's learning rate eta.
-    beta1: the factor on the old first moment.
     beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
-    tau: the constant that is added to the root of the second moment.
-    step: the number of the server's step, from 1, for bias correction; None for no correction.
+    All other arguments are those of `fedadam_step`.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step, yogi=True)
@@ -164,11 +151,7 @@ def _adapt(
     """Write the change of the parameters into the first array; update both moments in place.
 
     arrays: four tensors [D]: the result, the mean update, the first and the second moment.
-    server_lr: the server's learning rate.
-    beta1: the factor on the old first moment.
-    tau: the constant that is added to the root of the second moment.
-    beta2: for FedAdam, the factor on the old second moment. For FedYogi, 1 - beta2 is the factor on
-    the squared update. None computes FedAdagrad.
+    beta2: None computes FedAdagrad.
     step: the number of the step, from 1; None makes no bias correction.
     yogi: True computes FedYogi.
     """
@@ -315,16 +298,7 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """The base class of FedAdam and FedYogi, which have the setting beta2.
-
-    server_lr: the server's learning rate eta.
-    beta1: the factor on the old first moment.
-    beta2: for FedAdam, the factor on the old second moment. For FedYogi, 1 - beta2 is the factor on
-    the squared update.
-    tau: the constant that is added to the root of the second moment.
-    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
-    Adam does.
-    """
+    """The base class of FedAdam and FedYogi, which have the settings beta2 and bias_correction."""
 
     def __init__(
         self,
@@ -366,8 +340,7 @@ class FedYogi(_Decaying):
     beta1: the factor on the old first moment.
     beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
     tau: the constant that is added to the root of the second moment.
-    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
-    Adam does.
+    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t).
     """
 
     name = "fedyogi"

@@ -1,13 +1,10 @@
 """FedPAC: share an extractor, and give each client a mixture of all clients' heads.
 
-Training pulls features to the global mean of their class. The server mixes heads of clients with
-similar features.
-
-Source: Xu, Tong and Huang, "Personalized Federated Learning with Feature Alignment and Classifier
+Source: Xu et al., "Personalized Federated Learning with Feature Alignment and Classifier
 Collaboration" (ICLR 2023). Client i has n_i samples, n_ik of them in class k, and pi_ik = n_ik /
-n_i. f is the extractor, which the clients share, f_i the extractor that client i has trained. phi_i
-is the head of client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0. CE is
-the cross-entropy, R the alignment loss, and lam its weight:
+n_i. f is the shared extractor, f_i the extractor that client i has trained, phi_i the head of
+client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0. CE is the
+cross-entropy, R the alignment loss, and lam its weight:
 
     h_ik = pi_ik mean_{y=k} f(x)    V_i = (sum_k pi_ik mean_{y=k} |f(x)|^2 - sum_k |h_ik|^2) / n_i
     head phase:        CE, only phi_i is trained
@@ -17,34 +14,29 @@ the cross-entropy, R the alignment loss, and lam its weight:
     phi_i <- sum_j a_ij phi_j,  a_i = argmin a'P_i a over the simplex
              P_i,jl = V_j [j = l] + sum_k <h_ik - h_jk, h_ik - h_lk>
 
-A job has two phases: the first steps train the head, all later ones the extractor. The server
-averages the extractors as FedAvg does, unless another method of the run changes that. Clients
-upload h, V, the trained head, and the mean features and the counts n_ik of each class.
+The server averages the extractors as FedAvg does. Clients upload h, V, the trained head, and the
+mean features and the counts n_ik of each class.
 
 Departures from the paper
-- The authors train the head for one epoch and then the extractor for E epochs. Here a job has
-  local.epochs epochs. The first head_epochs epochs train the head, and all later epochs the
-  extractor. If the run sets local.steps instead, the steps of the first head_epochs passes over the
-  samples train the head. If a job has fewer steps than head_epochs + 1 passes, the head trains for
-  the fraction head_epochs / (head_epochs + 1) of the steps, so that steps remain for the extractor.
-  Each phase has a separate optimizer. The learning rate of the head is local.lr times
-  head_lr_factor.
-- h and V are measured with the received extractor, as in the authors' code. The server makes
-  prototypes from class means, which clients measure with the trained extractor. h, V and the class
-  means are measured on all samples of a client, in eval mode and without augmentation.
+- The first head_epochs epochs of a job train the head, all later epochs the extractor. The authors
+  train the head for one epoch and then the extractor for E epochs.
+- With local.steps, the head trains for the steps of head_epochs passes over the samples, but at
+  most for head_epochs / (head_epochs + 1) of all steps.
+- Each phase has a separate optimizer.
+- h and V are measured with the received extractor, as in the authors' code, and the class means
+  with the trained one. All are measured on all samples of a client, in eval mode and without
+  augmentation.
 - The extractor is in train mode while it is trained. In the authors' code it is always in eval
   mode.
-- If the participants of the last aggregation have no samples of a class, the class has no
-  prototype. A client then uses the mean features of the class on its own samples. In the first
-  round there are no prototypes, and R is 0.
+- If the last participants have no samples of a class, a client uses the mean features of its own
+  samples in place of the prototype. In the first round R is 0.
 - Prototypes and mixtures are over the participants of one aggregation. All other clients keep their
-  last head, and a client that never took part has the initial head.
+  last head, which at first is the initial head.
 - The authors' code drops eigenvalues of P below 0.01, and may then fail to find weights. Here P is
   not changed.
-- A weight a_ij of at most min_weight becomes 0, as in the authors' code. If all weights of client i
-  are that small, none becomes 0.
-- With Mixup, R is computed for the labels of both mixed samples. The two values are averaged with
-  Mixup's weights.
+- A weight a_ij of at most min_weight becomes 0, as in the authors' code, unless all weights of
+  client i are that small.
+- With Mixup, R is the mean of the values for both labels, with Mixup's weights.
 """
 
 from __future__ import annotations
@@ -183,9 +175,8 @@ def classifier_combination_weights(
     Weights are at least 0 and sum to 1. A weight of at most `min_weight` becomes 0, unless all
     weights are that small.
 
-    variances: [m], the `variance` of each participant's `Statistics`.
-    weighted_means: [m, C, D], the `weighted_means` of each participant's `Statistics`.
-    client: the position, from 0 to m - 1, of the participant that gets the mixed head.
+    variances, weighted_means: [m] and [m, C, D], from each participant's `Statistics`.
+    client: the position of the participant that gets the mixed head.
     """
     return _mixture(variances.double(), _coordinates(weighted_means), client, min_weight)
 
@@ -293,14 +284,14 @@ def _local_work(local: Local) -> tuple[str, int]:
 class FedPAC(Method):
     """A method with a shared extractor and, for each client, a mixture of all clients' heads.
 
-    The server keeps a head for each client that took part. For 10 classes and 512 features, a head
-    takes 20 KB, and the heads of 100,000 clients take 2 GB.
+    The server keeps a head for each client that took part. For 10 classes and 512 features, 100,000
+    heads take 2 GB of memory.
 
     lam: the weight of the loss that aligns features with prototypes.
-    head_epochs: the number of a job's first epochs that train the head; the later epochs train the
+    head_epochs: the number of a job's first epochs that train the head; later epochs train the
     extractor.
     head_lr_factor: factor on local.lr while the head is trained.
-    min_weight: in a mixture of heads, the weight of a head becomes 0 if it is at most this value.
+    min_weight: weights up to this value become 0 in a mixture of heads.
     """
 
     name = "fedpac"

@@ -1,11 +1,8 @@
 """FedProto: exchange the mean features of each class instead of parameters.
 
-Each client trains its own model, and pulls its features to the global mean of their class, the
-prototype.
-
-Source: Tan, Long, Liu, Zhou, Lu, Jiang and Zhang, "FedProto: Federated Prototype Learning across
-Heterogeneous Clients" (AAAI 2022), Algorithm 1. Client i has n_ij samples of class j; h is the
-extractor, d the number of its features.
+Source: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients" (AAAI
+2022), Algorithm 1. Client i trains its own model and has n_ij samples of class j. h is the
+extractor, d the number of its features, and C_j the prototype of class j.
 
     loss   cross-entropy + lam mean over the batch of |h(x) - C_y|^2 / d
     c_ij = mean of h(x) over client i's samples of class j, after training
@@ -16,13 +13,12 @@ A client is scored with its own model (predict=head), or predicts the class of t
 
 Departures from the paper
 - A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
-- c_ij is measured in eval mode, without augmentation. If no participant has samples of a class, its
-  C_j does not change.
+- c_ij is measured in eval mode, without augmentation. If no participant has samples of class j, C_j
+  does not change.
 - With predict=prototype, a client predicts only classes of its own samples, as in the authors'
-  code. It uses the C_j that it received for its last job. If it received none for its classes, it
-  predicts with its head.
-- Each client uploads means of all classes, with zeros and a count of 0 for classes without samples.
-- All clients have the same layers. In the paper, the layers may differ between clients.
+  code. It uses the C_j that it received for its last job or, without any, its head.
+- Each client uploads means of all classes, with zeros for classes without samples.
+- All clients have the same layers, unlike in the paper.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """FedProx: keep the local model near the received one by a quadratic term in the local loss.
 
-The term limits how far clients with different data move apart.
-
-Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated Optimization in Heterogeneous
-Networks" (MLSys 2020), eq. (2):
+Source: Li et al., "Federated Optimization in Heterogeneous Networks" (MLSys 2020), eq. (2):
 
     h(w) = f_i(w) + mu/2 |w - w_t|^2         gradient: grad f_i(w) + mu (w - w_t)
 
 Departures from the paper
 - The term covers all shared trainable parameters, but neither buffers nor personal parameters.
-- w_t is the model with which training starts. With PartialFed and FedALA it is a mixture of the
-  received and the client's own model.
-- If other methods add stages with another loss, these stages have no such term.
-- The term's gradient is added before weight decay and momentum, as the gradient of the loss is.
-- In the paper, slow clients make fewer steps. Here `local.*` alone decides the number of steps.
+- w_t is the model with which training starts. PartialFed and FedALA mix it from the received and
+  the client's own model.
+- Stages with another loss have no such term.
+- The term's gradient is added before weight decay and momentum.
+- `local.*` alone decides the number of steps. In the paper, slow clients make fewer steps.
 """
 
 from __future__ import annotations

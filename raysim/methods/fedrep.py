@@ -1,10 +1,8 @@
 """FedRep and FedPer: share the extractor, and let each client keep its own head.
 
-FedRep trains first the head and then the extractor in each job; FedPer trains both together.
-
-Source: Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations for
-Personalized Federated Learning" (ICML 2021), Algorithm 1; Arivazhagan, Aggarwal, Singh and
-Choudhary, "Federated Learning with Personalization Layers" (2019).
+Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning"
+(ICML 2021), Algorithm 1; Arivazhagan et al., "Federated Learning with Personalization Layers"
+(2019).
 
     FedRep (mode=alternate)   the head is trained for head_epochs epochs, then the extractor for
                               body_epochs epochs
@@ -13,12 +11,11 @@ Choudhary, "Federated Learning with Personalization Layers" (2019).
                               extractor and its own head
 
 Departures from the paper
-- In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. If local.steps
-  is set, the steps are divided in the same proportion.
-- While the head is trained, the extractor is in train mode, as in the authors' code. BatchNorm's
-  running statistics then change, but no parameter of the extractor does.
+- In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. local.steps is
+  divided in the same proportion.
+- While the head is trained, the extractor is in train mode, as in the authors' code, so BatchNorm's
+  running statistics change.
 - In mode alternate, head and extractor have separate optimizers.
-- Clients are weighted by samples, as in the authors' code; the paper's clients are of equal size.
 - A client that never trained has the initial head.
 """
 
@@ -83,13 +80,9 @@ class FedRep(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the job length that FedRep needs, under the key local.epochs or local.steps.
 
-        The key is the setting that the run uses. In mode joint the result is empty.
-
-        - local.epochs becomes head_epochs + body_epochs.
-        - local.steps is raised, if necessary, so that at least one step trains the head. The number
-          of such steps is local.steps * head_epochs / (head_epochs + body_epochs), rounded down.
-
-        local: the run's settings of local training.
+        The key is the setting that the run uses. local.epochs becomes head_epochs + body_epochs.
+        local.steps is raised until at least one step trains the head. In mode joint the result is
+        empty.
         """
         if self.mode == "joint":
             return {}

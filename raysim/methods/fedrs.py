@@ -1,7 +1,6 @@
 """FedRS: scale down the logits of the classes that a client does not have.
 
-Training on a client moves the head's weights of such classes away from all features. With smaller
-logits, these weights move less.
+Training then moves the head's weights of such classes less.
 
 Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution
 Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the
@@ -11,12 +10,11 @@ cross-entropy of
 
 Departures from the paper
 - With kind="relative", s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
-  number of the client's samples of class c. This also scales down rare classes.
-- The method removes the bias of the model's head, as the released code does.
+  number of the client's samples of class c.
+- The head has no bias, as in the released code.
 - With alpha = 0, a missing class has the logit 0 and stays in the softmax. FedLC leaves such
   classes out.
-- The method vhl adds outputs to the model for its virtual images. These added outputs are not
-  scaled.
+- Outputs that the method vhl adds are not scaled.
 """
 
 from __future__ import annotations
@@ -61,10 +59,7 @@ def restricted_softmax_cross_entropy(
 
     logits: the outputs of a head without a bias.
     labels: int64 [B].
-    class_counts: [C], the number of the client's samples of each class.
-    alpha: the scale of a class without samples.
-    kind: the scale of a class with samples. "binary" is 1. "relative" is alpha + (1 - alpha) n_c /
-    max n, where n is `class_counts`; so the scale of a rare class is smaller.
+    class_counts, alpha, kind: the arguments of `class_scales`, which returns the scales.
     """
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
@@ -73,12 +68,11 @@ def restricted_softmax_cross_entropy(
 class FedRS(Method):
     """A task loss that scales down the logits of classes that the client does not have.
 
-    The method removes the bias of the model's head. With alpha = 1, FedRS is FedAvg on the model
-    without this bias.
+    The method removes the bias of the model's head, also with alpha = 1.
 
     alpha: the factor on the logit of a class without samples.
-    kind: the factor on the logit of a class with samples. "binary" is 1. With "relative" it grows
-    from alpha to 1 with the number of the client's samples of the class.
+    kind: the factor on the logit of a class with samples. "binary" is 1. "relative" grows from
+    alpha to 1 with the number of the client's samples of the class.
     """
 
     name = "fedrs"
