@@ -228,8 +228,7 @@ def participation_facts(
     spec: the run; None takes the default run of this module.
     samples: the number of the client's training samples.
     trained: the number of samples that the job trains on, over all epochs.
-    earlier, accepted: how many jobs of the client were dispatched and aggregated before.
-    version: the model version that the job received.
+    earlier, accepted: how many earlier jobs of the client were dispatched and aggregated.
     """
     spec = spec or run_spec()
     declarations = declare_run(spec)

@@ -33,7 +33,7 @@ class Lane:
     position: the index of the job in the list of jobs to train.
     running: None if the lane has no job.
     batch: the next batch; None if the job is finished.
-    step: the number of steps that the job has made.
+    step: the number of finished steps.
     """
 
     row: int

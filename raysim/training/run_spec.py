@@ -155,7 +155,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The description of a run, from which its workers and coordinator are built; picklable.
+    """A picklable description of a run, from which its workers and coordinator are built.
 
     methods: the methods in their order; empty means FedAvg.
     data: the clients' data and the central test set.
@@ -167,7 +167,6 @@ class RunSpec:
     graph: True records and replays steps; results depend on it in the last bits.
     precision: the type of matrix products in a step.
     loss: the user's loss of each sample; None uses the loss of the task.
-    own_metrics: the user's metrics, by name.
     weights: saved initial weights; None keeps the weights with which the model is built.
     size: the largest number of updates in an aggregation.
     stale: True if the schedule aggregates updates from older versions.

@@ -97,7 +97,6 @@ class Trainer:
     """A worker's networks, data and training step, which are used for one job at a time.
 
     vector: the networks' parameters and buffers, into which each job loads its model.
-    declarations: what the run's methods have declared.
     inputs, labels: the samples of all clients, as the data set stores them.
     partition: each client's rows of training samples.
     pipeline: the augmentation and normalisation of inputs.

@@ -18,7 +18,7 @@ from raysim.vectors.layout import Vector
 
 
 class WorkerStates:
-    """The client states on a worker: initial states, states of its jobs, and states sent to it.
+    """The client states on a worker: initial states, and final states of jobs.
 
     vector: the initial parameters and buffers.
     partition: each client's rows of training samples.

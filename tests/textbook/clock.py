@@ -66,7 +66,7 @@ def timetable(
 
     counts: each client's number of training samples. A client without samples is never dispatched.
     rounds: the number of aggregations.
-    seconds(client): the duration of a job of the client.
+    seconds(client): the duration of a job.
     concurrency: the largest number of jobs in flight.
     size: the number of updates in an aggregation.
     synchronous: True draws clients and aggregates only while no job is in flight.
@@ -159,7 +159,6 @@ def lognormal_seconds(
 ) -> float:
     """Return the seconds in which a client receives the model, trains and sends its update.
 
-    clients: the number of clients.
     samples: the number of samples on which the job trains.
     floats: the number of float32 parameters.
     speed, down, up: a typical client's samples per second, and bytes per second in each direction.

@@ -79,7 +79,7 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
     Models have equal weights.
     client(job, x, correct): trains x and returns y, with the gradients that correct(parameters,
     gradients) returns.
-    factor(name): a parameter's learning rate, divided by that of the run.
+    factor(name): a parameter's eta, divided by the learning rate of the run.
     """
     x, names = dict(world.start), _networks(world)
     c = {name: torch.zeros_like(x[name]) for name in names}

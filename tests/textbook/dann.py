@@ -51,7 +51,7 @@ def dann(
     steps train extractor and classifier.
     rate: the discriminator's learning rate, divided by that of the run; 1 with reversal.
     reversal: True trains all three networks in each step.
-    rounds: `alone`, `with_scaffold` or `with_fedcm` of the module `textbook.corrected`.
+    rounds: a function of the module `textbook.corrected`.
     """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 

@@ -23,8 +23,8 @@ class AmsGrad:
     lr: the learning rate, if no update is stale by more than `threshold` versions.
     rule: the learning rate for a larger staleness s. "cap": min(lr, 1 / s), as in the paper.
     "scale": lr / s, as in the released code.
-    bias_correction: True divides the first moment by 1 - beta1^t, and the largest second moment by
-    1 - beta2^t, in aggregation t.
+    bias_correction: True divides the moments by 1 - beta1^t and 1 - beta2^t in aggregation t = 1,
+    2, ....
     """
 
     def __init__(

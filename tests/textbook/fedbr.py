@@ -197,7 +197,7 @@ def fedbr(
     lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
     pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
     mixup: True first mixes the rows of each batch in pairs.
-    rounds: `alone`, `with_scaffold` or `with_fedcm` of `textbook.corrected`.
+    rounds: a function of the module `textbook.corrected`.
     Other arguments are settings of raysim's class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)

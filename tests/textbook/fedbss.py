@@ -32,7 +32,7 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Compute a run of FedBSS: FedAvg with equal weights, which selects samples after a warm-up.
+    """Compute a run of FedBSS: FedAvg with equal weights, and selected samples.
 
     From version `warmup` on, epoch e uses all unbiased samples (`split`) and a fraction a_e of the
     biased samples.
@@ -129,8 +129,7 @@ def batches(
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
     Epoch e uses all unbiased samples, and the fraction a_e of biased samples with the smallest
-    losses (eq. 6), rounded down. With a fixed number of steps, e counts the phases. Samples are
-    positions in the client's data.
+    losses (eq. 6), rounded down. With a fixed number of steps, e counts the phases.
     order: the positions of the client's samples, in ascending order of loss.
     unbiased: the number of samples that every epoch uses, the first of `order`.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".

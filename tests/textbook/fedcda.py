@@ -53,10 +53,9 @@ def fedcda(
 ) -> Book:
     """Compute a run of FedCDA, whose server averages one cached model of each client.
 
-    The selected models minimise their mean loss + smoothness / 2 times the mean squared distance of
-    a model from the average.
     memory: the number of models in a client's cache.
     batches: the number of groups of clients for which models are selected one after another.
+    smoothness: the module's constant L.
     warmup_rounds: the number of first aggregations, which average newest models.
     everybody: True: these aggregations average over all clients that have sent a model.
     """

@@ -73,19 +73,19 @@ def fedgh(
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
     """Compute a run in which the server adds up updates in pairs, until at most two are left.
 
-    Each tensor is treated separately. Vectors a and b conflict if <a, b> < 0. r is a reference
-    direction, and eps is added to squared norms.
+    Each tensor is treated separately. Vectors a and b conflict if <a, b> < 0.
 
-    1. The vectors are sorted by <vector, r>. The largest and the smallest form a pair, then the
-    next ones. A middle vector stays alone.
-    2. The sum a + b replaces a pair. If a and b conflict, a first loses its projection on b, and b
-    its projection on the original a.
-    3. Steps 1 and 2 are repeated until at most two vectors are left. If these conflict, a loses its
-    projection on b. Then b loses <a, b> / |a'|^2 a', with the original <a, b> and the changed a'.
-    The server's step is the sum of both, divided by the number of updates.
+    1. Sorted by the dot product with a reference r, the largest and the smallest vector form a
+    pair, then the next ones.
+    2. The sum a + b replaces a pair. If a and b conflict, each first loses its projection on the
+    other original.
+    3. Steps 1 and 2 are repeated. If the last two vectors conflict, a loses its projection on b.
+    Then b loses <a, b> / |a'|^2 a', with the changed a' and the original <a, b>. The step is the
+    sum of the last two, divided by the number of updates.
 
-    In the first round, the step and r are the mean update. After each later round, r becomes 0.99 r
-    + 0.01 times the step.
+    The first step and r are the mean update. After later rounds, r becomes 0.99 r + 0.01 times the
+    step.
+    eps: is added to squared norms.
     """
     r: Tensor | None = None
     name = "fedgh_hierarchical"

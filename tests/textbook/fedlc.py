@@ -42,8 +42,7 @@ def fedlc(
     tau: the scale of the margins tau n_c^(-1/4). n_c is the client's number of training samples of
     class c.
     others: True leaves the true class out of the sum over classes, as in the paper.
-    floor: the smallest n_c that is used. With 0, classes without samples of the client are left
-    out.
+    floor: the smallest n_c that is used. With 0, classes without samples are left out.
     mixed: the parameter alpha of Mixup; None: no Mixup. The loss of a mixed sample is the weighted
     mean over both labels.
     """

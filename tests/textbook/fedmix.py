@@ -55,7 +55,7 @@ def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool
     A pair is the mean input and the mean label of random samples of one client.
     pool: the pairs of all clients; None makes new pairs in each step.
     samples: the number of samples in a new pair.
-    single: True: one pair for the whole batch; False: one for each row.
+    single: True: one pair for the whole batch, not for each row.
     """
     generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
     rows = 1 if single else max(len(y) for _, y in job.batches)

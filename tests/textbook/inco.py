@@ -58,7 +58,6 @@ def inco(
     authors' code.
     most: the largest weight of the early layer.
     clip: the largest absolute value of an entry.
-    eps: the number that is added to divisors.
     """
     names = trainable(world.start)
 

@@ -111,10 +111,9 @@ def partialfed(
 ) -> Book:
     """Start each layer of a job from the received model or the client's last trained model.
 
-    A client's first job starts from the received model.
     mask: True for layers that start from the received model.
-    most: the largest number of versions since a client's last job; after more, a job counts as the
-    first.
+    most: the largest number of versions since a client's last job. After more, and in a first job,
+    all layers start from the received model.
     mu: the weight of FedProx's term, whose reference is the start of the job.
     policy: chooses in place of `mask`; None uses `mask`.
     """

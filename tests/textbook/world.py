@@ -35,7 +35,7 @@ class World:
     """Everything that a textbook needs to compute the results of a run by itself.
 
     clients, classes: the numbers of clients and of classes.
-    rounds: the jobs of each aggregation, in the order in which they are aggregated.
+    rounds: the jobs of each aggregation, in order.
     data, tests: each client's inputs and labels for training and for tests.
     central: the inputs and labels of the central test set.
     start: the initial values of all networks, buffers included.
