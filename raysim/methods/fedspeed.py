@@ -58,7 +58,7 @@ class FedSpeed(Method):
     """A method that pulls local models to the received one and corrects the bias of this pull.
 
     lam: the pull is divided by this number.
-    rho: a second gradient is computed at the model plus rho times its gradient.
+    rho: a second gradient is computed at the model plus rho times the first gradient.
     alpha: the share of the second gradient in each step, from 0 to 1.
     """
 

@@ -14,10 +14,8 @@ Departures from the paper
 - As in the authors' code, the penalty is the norm, not its square. r_mu, r_sigma and s stay on the
   client, unless share_reference=True.
 - Clients have the run's aggregation weights; the authors' code has equal weights.
-- local.* decides the order of the data; the authors' code shuffles in each step.
 - As in the authors' code, the mean softmax over `samples` draws of z is scored. Here all inputs
   have the same draws.
-- A frozen copy of the model has the features mu.
 - With Mixup, the KL uses the class of the larger weight.
 """
 

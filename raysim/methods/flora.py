@@ -7,13 +7,11 @@ weight p_i:
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
-Traffic and virtual time count the received stack and the sent factors, but not W0.
-
 Departures from the paper
-- A client may miss rounds, but a job counts only one stack.
+- Traffic and virtual time count the sent factors and, after the first version, one received stack,
+  but not W0. This also holds for a client that missed rounds.
 - The counted stack has the largest number of updates, with the mean rank of all clients. In a layer
   it is at most the size of the weight.
-- The first version counts no factors: B is 0, and clients draw A from a seed.
 - The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.

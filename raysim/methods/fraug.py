@@ -83,8 +83,8 @@ def classification_loss(
 
     The three terms are mean cross-entropies. Logits are [B, C], labels int64 [B].
 
-    domain_logits: of features generated around the real ones, with `real_labels`.
-    proto_logits, proto_labels: of features generated around class prototypes.
+    domain_logits: the logits of features generated around the real ones; labels are `real_labels`.
+    proto_logits: the logits of features generated around class prototypes.
     weight: beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
@@ -107,7 +107,7 @@ def generator_loss(
     fake_embeddings: [B, D], the generated features.
     labels: int64 [B].
     reference: [k, D], real features or prototypes, from which generated features should differ.
-    head_weight, head_bias: of the classifier's linear head, [C, D] and [C].
+    head_weight, head_bias: [C, D] and [C], the classifier's linear head.
     metric: the distance, by its name in `feature_distance`.
     reference_labels: int64 [k], only for "mmd_classes"; None means `labels`.
     """
@@ -132,11 +132,11 @@ def rtnet_loss(
 
         lam/2 [dist(v~, f) + dist(v^, c)] - 1/2 [entropy(h(v~)) + entropy(h(v^))]
 
-    domain_embeddings: v~, [B, D], made around the real features.
+    domain_embeddings: v~, [B, D], synthetic features around the real features.
     real_embeddings: f, [B, D].
-    proto_embeddings: v^, [B, D], made around the anchors.
+    proto_embeddings: v^, [B, D], synthetic features around the anchors.
     anchors: c, [B, D], class prototypes.
-    head_weight, head_bias: of the classifier's linear head h, [C, D] and [C].
+    head_weight, head_bias: [C, D] and [C], the classifier's linear head h.
     metric: the distance dist, by its name in `feature_distance`.
     real_labels, proto_labels: int64 [B], only for "mmd_classes".
     """

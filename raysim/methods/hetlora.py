@@ -90,9 +90,9 @@ class HetLoRA(Method):
     client draws its rank. A mapping has a rank for each kind of device, such as {phone_low: 2,
     tablet: 8}.
     sparsity: True multiplies a client's weight by the norm of its product B A.
-    lam: the weight of a penalty on the last ranks; a client removes them if training lowers it. 0
-    switches this off.
-    gamma: the first floor(gamma * r) of r ranks, but at least one, are kept.
+    lam: the weight of a penalty on the last columns of B and rows of A. If training lowers the
+    penalty, the client removes them. 0 switches this off.
+    gamma: the first floor(gamma * r) of r columns and rows, but at least one, are kept.
     """
 
     name = "hetlora"

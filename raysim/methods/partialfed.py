@@ -123,7 +123,7 @@ class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
     strategy: the layers that a client loads. "bottom_up" loads the first `num_loaded` layers,
-    "top_down" the last ones. "no_bn" and "no_classifier" load all but BatchNorm and the head,
+    "top_down" the last ones. "no_bn" loads all but BatchNorm, "no_classifier" all but the head,
     "no_bn_no_classifier" all but both. "all" loads every layer, "none" no layer. With "adaptive",
     each client learns the choice.
     num_loaded: only for "bottom_up" and "top_down"; otherwise None.

@@ -49,7 +49,6 @@ class PseudoData:
     sources: a rule that the module's docstring describes.
     fresh: True computes new means in each job from all clients' raw samples. A real system could
     not do this.
-    proxy: the source of the public set, for "mixture".
     Raises ValueError for settings that do not fit together.
     """
 
@@ -215,8 +214,8 @@ def rows_by_samples(
 ) -> np.ndarray:
     """Draw some of the stored means without replacement; return their numbers, int64 [size].
 
-    Client c has the means c * per_client and up. A mean's probability is in proportion to its
-    client's samples.
+    Client c has `per_client` means, from the number c * per_client. A mean's probability is in
+    proportion to its client's samples.
     ends: float64 [clients], the cumulative probabilities of the clients.
     """
     # Except for rounding, the distribution is that of `Generator.choice` without replacement, but

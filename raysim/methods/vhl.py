@@ -90,7 +90,8 @@ def alignment_loss(
     real_features: [n, D] with real_labels int64 [n].
     virtual_features: [m, D] with virtual_labels int64 [m].
     temperature: divides the scalar products of features.
-    align_weight, virtual_weight: of the first and of the second loss.
+    align_weight: the weight of the first loss.
+    virtual_weight: the weight of the second loss.
     """
     features = torch.cat([real_features, virtual_features.detach()])
     labels = torch.cat([real_labels, virtual_labels])
@@ -107,7 +108,7 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
     An image is the mean of its class plus half of its noise, enlarged to `size`. Each channel is
     then standardised over all images.
 
-    means: [C, c, k, k], of the classes.
+    means: [C, c, k, k], one for each class.
     noise: [V, c, k, k].
     labels: int64 [V].
     """

@@ -56,8 +56,8 @@ class Cnn(ModelRecipe):
     padding: the padding of the convolutions.
     stride: the stride of the max-pools.
 
-    Max-pools have no padding, except with the default settings: a padding of 1 halves height and
-    width.
+    With the default settings, max-pools have a padding of 1 and halve height and width. Otherwise
+    they have no padding.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

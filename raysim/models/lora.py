@@ -190,7 +190,7 @@ def _named_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
 
     An entry selects all layers whose name is the entry, or ends with "." and the entry.
     inner: the model, without a separate head.
-    place: words for errors: where in the model these layers are.
+    place: the end of an error, about where these layers are.
     Raises ValueError if an entry selects no layer, there is no entry, or a layer is narrower than
     the rank.
     """

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
-    """Return the first layer that prevents training on one row, for an error; "" if none does.
+    """Return the first layer that prevents training on one row, as text; "" if none does.
 
-    It is text such as "layer 'norm' (BatchNorm1d)". Such a layer raises an error, or its outputs
-    are not finite. If the model cannot train on two rows either, return "".
+    Such a layer raises an error, or its outputs are not finite. Also return "" if the model cannot
+    train on two rows.
     make_inputs: returns inputs with the given number of rows.
     """
     parameter = next(model.parameters(), torch.empty(0))

@@ -329,7 +329,7 @@ def _check_shapes(
 
     name: `model.name`, for the error.
     mismatched: names of weights with their shapes in the file and in the model.
-    head_size: the outputs of the head, which may differ; None requires equal shapes there, too.
+    head_size: the outputs of the head, which may differ; None requires equal shapes.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):

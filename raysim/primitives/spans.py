@@ -64,10 +64,10 @@ class Spans:
     whole: kinds of work; while such a span is open, no other span is recorded.
     settle: called before a span closes, to wait for an asynchronous device.
     The other fields cover the time since the last `take`.
-    seconds: by kind of work.
+    seconds: the seconds of each kind of work.
     spans: at most `MAX_KEPT_SPANS` spans.
     calls: the spans that are not inside another span.
-    count: of all spans.
+    count: the number of all spans.
     """
 
     whole: Sequence[str] = ()

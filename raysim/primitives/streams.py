@@ -39,7 +39,7 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
     Different arguments give independent generators. A purpose must always have the same number of
     keys, because () and (0,) give equal generators.
-    purpose: what the random numbers are for, such as "batches".
+    purpose: a name, such as "batches".
     keys: numbers of 0 or more, such as a client and a round. Only the last key may be 2^32 or more.
     """
     # These are the words that SeedSequence([seed, code, *keys]) would compute. Computing them here

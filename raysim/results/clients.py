@@ -1,8 +1,8 @@
 """Store the samples and the scores of each client in tables in the run's folder.
 
-- split.parquet: the number of training samples for each client and class (column `label`)
-- clients.parquet: for each client the numbers of training and test samples, and the scores in the
-  last evaluation. Some runs have the columns `unseen` (`evaluate.unseen`), `user` or `replica`.
+- split.parquet: the number of training samples of each client and class (column `label`)
+- clients.parquet: the numbers of training and test samples of each client, and its last scores.
+  Some runs have the columns `unseen` (`evaluate.unseen`), `user` or `replica`.
 - client_scores.parquet: a folder of Parquet files with a row for each round and scored client
 """
 

@@ -80,13 +80,14 @@ class Report:
         same seed.
 
         - metric: the compared column of `results`.
-        - compared, reference: the settings' labels.
+        - compared, reference: the labels of the two settings.
         - pairs: the number of pairs.
-        - mean, deviation: of the differences, compared minus reference.
+        - mean, deviation: the mean and standard deviation of the differences, compared minus
+          reference.
         - low, high: the ends of the mean's 95 % confidence interval.
         - p, wilcoxon: the p-values of the paired t-test and of Wilcoxon's signed-rank test.
         - holm: p after Holm's correction for the tests of this metric.
-        - note: why there is no test; otherwise "".
+        - note: the reason if there is no test; otherwise "".
 
         A number is None or nan if there are too few pairs or no test.
         """
@@ -223,7 +224,7 @@ def report(
     `rounds_to` in the summaries, four in the table and two on the HTML page.
     bold: "best" makes the best value of a column bold. "clear" does so only if its distance from
     the second-best value is larger than both standard deviations.
-    width: of the figures, in inches.
+    width: the width of the figures in inches.
     warn: gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder does not exist, no folder has a run, a file of a run is broken,

@@ -37,11 +37,11 @@ class Jobs:
     """The jobs of a run as arrays with one value for each job.
 
     version: the base version.
-    start, finish: in virtual seconds.
-    fate: how the job ended, a position in `FATES`.
+    start, finish: the begin and the end in virtual seconds.
+    fate: the end of the job, a position in `FATES`.
     round: the aggregation for which the update was planned. For a lost or discarded job it is the
     next one, for a job in flight the last round plus 1.
-    staleness: of an aggregated or failed job; otherwise 0.
+    staleness: the staleness of an aggregated or failed job; 0 for all other jobs.
     """
 
     client: np.ndarray

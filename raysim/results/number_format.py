@@ -118,7 +118,7 @@ def format_seconds(
 ) -> str:
     """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
-    value: in seconds; None, for a missing time, becomes "–".
+    value: the time in seconds; None, for a missing time, becomes "–".
     like: a mean in seconds, whose number of decimals its deviation `value` gets. None gives at most
     three significant digits, or no decimals.
     unit_of: a time in seconds that decides the unit in place of `like` or `value`.

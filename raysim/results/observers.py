@@ -88,14 +88,14 @@ class CurrentRun:
     """A run while it is running, as its observers see it. Observers must not change it.
 
     rounds: the planned number of rounds.
-    title: of the run's pictures.
+    title: the title of the run's pictures.
     facts: the entries of the summary that are not computed from the history.
     thresholds: `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, with the earlier rounds of a resumed run.
     finished: the event that ends the run; None before.
-    profile: how the wall time was spent; set at the end with `profile=true`, otherwise None.
+    profile: None before the end, and without `profile=true`.
     pictures: the paths of the pictures, drawn at the end.
-    url: where the run's folder is copied, without a password; "" for nowhere.
+    url: the address of a copy of the run's folder, without a password; "" if there is none.
     """
 
     folder: Path
@@ -624,8 +624,8 @@ class Pictures(Observer):
 
     activity: takes a text and returns a context manager that shows the text.
     network: the server's models; several are drawn with their links.
-    only_rounds: True draws the history against rounds only, not also against virtual time and
-    others.
+    only_rounds: True draws the history only against rounds, False also against quantities such as
+    virtual time.
     """
 
     def __init__(self, activity: ShowActivity, network: Network, only_rounds: bool = False):
@@ -713,7 +713,7 @@ class TrackingObserver(Observer):
     spec: the description of the run, with which the model is built.
     note: prints a line.
     activity: shows a text while the model is saved.
-    study: the folder of the study or sweep to which the run belongs; None if there is none.
+    study: the folder of the run's study or sweep; None if there is none.
     leaves_model: True if `raysim ui` will save the model later.
     """
 

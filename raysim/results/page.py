@@ -110,7 +110,6 @@ class ReportSection:
 class PagePart:
     """The content of the page below one heading, as values for the page's template.
 
-    title: the heading.
     text: a paragraph below the heading; "" for none.
     tables: the results of `_table`.
     pictures: PNGs.

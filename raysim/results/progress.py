@@ -188,8 +188,8 @@ class Progress:
         clients: the names of the clients that the worker trains.
         seconds: the time since the worker's last answer.
         node: name and address of the worker's node; "" if unknown.
-        replaced_after: after so many seconds the worker is replaced; infinity means never.
-        node_timeout: None if the node answers; otherwise the seconds until it counts as lost.
+        replaced_after: the seconds after which the worker is replaced; infinity means never.
+        node_timeout: None if the node answers; otherwise the seconds after which it counts as lost.
         stacks, ray_messages: the files with the worker's call stacks and with Ray's messages; ""
         without one.
         """

@@ -442,9 +442,9 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    The group with the best mean of five best rounds comes first, followed by all groups with the
-    same data and partition. Then comes the best remaining group, and so on. Finished and unfinished
-    runs, and runs with equal settings and seed, are in different groups.
+    First comes the group with the best score, the mean over the five best rounds of its runs. All
+    groups with the same data and partition follow. Then comes the best remaining group, and so on.
+    Finished and unfinished runs, and runs with equal settings and seed, are in different groups.
     """
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: _rank([run])):
@@ -692,8 +692,8 @@ def threshold_columns(
     A row is a target score and a group. The costs, up to the first round that reaches the score,
     are rounds, bytes, times, and the fleet's energy, money and CO2. Each is mean ± sample standard
     deviation over the seeds that reach it.
-    view: with () as `view.thresholds`, the target scores come from `rounds_to` in the summaries.
-    limit: how many of these have rows, the highest reached ones.
+    view: if `view.thresholds` is (), the target scores come from `rounds_to` in the summaries.
+    limit: the number of these target scores; only the highest reached ones have rows.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

@@ -26,10 +26,10 @@ class Difference:
     p-values are None.
     deviation: the sample standard deviation of the differences.
     low, high: the mean's 95 % confidence interval.
-    p: of the paired t-test.
+    p: the p-value of the paired t-test.
     holm: p after Holm's correction for the number of comparisons.
     wilcoxon: the p-value of Wilcoxon's signed-rank test.
-    note: why there is no test; otherwise "".
+    note: the reason if there is no test; otherwise "".
     """
 
     pairs: int

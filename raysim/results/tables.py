@@ -45,13 +45,12 @@ class Column:
 
     scores: the number of each row, or None; empty for a column of texts.
     better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is marked.
-    deviations: of the scores, over seeds or over the last ten rounds; None if there are none.
-    groups: for each row, a value that identifies its group. Only rows of the same group are
-    compared. None means one group.
+    deviations: the standard deviations of the scores, over seeds or over the last ten rounds; None
+    if there are none.
+    groups: a value for each row. Only rows with equal values are compared; None compares all rows.
     show: formats a number; None uses four decimals.
     key: name of the number in a summary; "" if it has none.
-    tests: for each row, the paired test against its group's reference row, or None. () without
-    tests.
+    tests: the paired test of each row against its group's reference row, or None. () without tests.
     bold: "best" always marks the best score. "clear" does so only if its distance from the
     second-best is larger than both deviations; unknown deviations prevent a mark, unless
     `deviations` is None.

@@ -132,7 +132,7 @@ def draw_svg(
     The colours `LIGHT` and `INK` become CSS variables, for the page's dark mode.
 
     about: a description for readers who cannot see the drawing.
-    size: in inches; the page may scale the drawing.
+    size: the size in inches; the page may scale the drawing.
     has_plain_labels: True uses margins of a fixed width, for numbers at the ticks and one label
     below. False measures all texts, which takes longer.
     """

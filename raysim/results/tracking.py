@@ -270,7 +270,7 @@ class Tracker(StoredTracker):
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: prints one sentence, called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
-    command: what a message names to resume the run if rows were not sent.
+    command: a message names this command to resume the run if rows were not sent.
     connect: returns a connected server for an address.
     """
 
@@ -462,7 +462,7 @@ def make_tracker(
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: prints one sentence.
-    command: what a message names to resume the run if rows were not sent.
+    command: a message names this command to resume the run if rows were not sent.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)

@@ -1,16 +1,6 @@
 """The runtime on Ray: workers and coordinator are actors in a placement group of the run.
 
 Only this package, `raysim sweep` and `raysim submit` import Ray.
-
-- cluster: start, join and leave a Ray cluster, and reserve resources
-- actors: define workers and the coordinator as Ray actors
-- failures: explain why Ray does not start, or cannot be joined
-- processes: start the processes of a run, and keep them for the next runs
-- driver: choose the number of workers, and pass on the events of a run
-- ray_messages: write Ray's messages to a file
-- node_watch: notice nodes that do not answer, leave or join
-- recruiter: start workers during a run
-- object_workers: run objects of any class as workers, without a coordinator
 """
 
 from __future__ import annotations

@@ -293,14 +293,14 @@ class RayRuntime:
     start: starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has the number 0.
-    combine_from: in models of at least this number of floats, each node adds up the sums of its
-    workers; infinity for none.
+    combine_from: with models of so many floats or more, each node adds up the sums of its workers;
+    infinity for none.
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared; None
     compares nothing.
     identify: returns a reference to the identity of a worker that died before it reported one, from
     a new process in its bundle. None leaves it unknown.
-    growth: which workers are started during the run; None starts none.
+    growth: the facts that decide which workers are started during the run; None starts none.
     """
 
     is_in_process = False
@@ -804,7 +804,6 @@ def start_workers_in(
     """Start workers in the bundles of a placement group, all at the same time.
 
     group: bundle 0 belongs to the coordinator, bundle 1 to worker 0, and so on.
-    size: the number of workers and the resources of each.
     name: the beginning of the actors' names in Ray.
     spec: the run, which stays in the object store for workers that replace dead ones.
     content: a list with a reference to the bytes of the data set's file; [] if all processes of the
