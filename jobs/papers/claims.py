@@ -356,10 +356,12 @@ BEST_VALIDATION = Score("accuracy_best", last, 100)
 SHIFT = Score("decomposition.distribution_shift", mean_of_last)
 GLOBAL_LOSS = Score("decomposition.global_loss", mean_of_last)
 AGGREGATION = Score("decomposition.aggregation", absolute_mean_of_last)
-ROTATED = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-paper")
+ROTATED = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-cnn-steps", "rotated-paper")
+ROTATED_PARTS = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-paper")
+ROTATED_MIXUP = ("rotated-small", "rotated-steps", "rotated-paper")
 SKEW = ("skew-slow", "skew-paper-80", "skew-fast", "skew-paper")
 XRAYS = ("xrays", "retina-paper")
-DIGITS = ("digits-small", "digits-tenth", "digits-paper")
+DIGITS = ("digits-small", "digits-tenth", "digits-300", "digits-paper")
 FEDBR = "method=fedbr"
 NO_MU, NO_LAM = f"{FEDBR} method.fedbr.mu=0", f"{FEDBR} method.fedbr.lam=0"
 NO_MAX = f"{FEDBR} method.fedbr.max_step=false"
@@ -414,7 +416,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             NO_MU,
             FEDAVG,
             CENTRAL_BEST,
-            ROTATED,
+            ROTATED_PARTS,
             _rotated("Component 1", "FedAvg"),
         ),
         Claim(
@@ -422,7 +424,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             NO_LAM,
             NO_MU,
             CENTRAL_BEST,
-            ROTATED,
+            ROTATED_PARTS,
             _rotated("Component 2", "Component 1"),
         ),
         Claim(
@@ -430,7 +432,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             FEDBR,
             NO_MAX,
             CENTRAL_BEST,
-            ROTATED,
+            ROTATED_PARTS,
             _rotated("FedBR", "+ min step"),
         ),
         Claim(
@@ -438,7 +440,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             f"{FEDBR}+mixup",
             "method=mixup",
             CENTRAL_BEST,
-            ROTATED,
+            ROTATED_MIXUP,
             _rotated("FedBR + Mixup (Ours)", "FedAvg + Mixup", "fedbr/table1"),
         ),
         Claim(
@@ -477,7 +479,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             BSS,
             FILTER,
             CENTRAL_LAST_TEN,
-            ("noise-0.5", "noise-paper"),
+            ("noise-0.5",),
             source="Figure 5b, on CIFAR10",
         ),
         Claim(
@@ -485,7 +487,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             BSS,
             LINEAR,
             CENTRAL_LAST_TEN,
-            ("noise-0.5", "noise-paper"),
+            ("noise-0.5",),
             source="Figure 5b, on CIFAR10",
         ),
         Claim(

@@ -142,7 +142,11 @@ class Entry:
         Each text says how a run differs from the paper, such as "rounds=40 instead of 1000". It
         does not mention hyperparameters of methods. It is "" for a run at the paper's setting.
         """
-        return {match.setting for match in self.matches if replace(self, matches=[match]).values}
+        return {match.setting for match in self.matches if self.only(match).values}
+
+    def only(self, match: Match) -> Entry:
+        """Return this entry with only one of its runs."""
+        return replace(self, matches=[match])
 
     def at(self, setting: str) -> list[Entry]:
         """Return an entry for each group of runs with equal hyperparameters of the methods.

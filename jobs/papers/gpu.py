@@ -59,8 +59,18 @@ class GpuStudy:
         """Yield name and overrides of each run: all methods of the first seed, then of the next."""
         for seed in self.seeds:
             for method in self.methods:
-                label = "-".join(word.rpartition("=")[2].replace(".", "_") for word in method)
+                label = "-".join(map(_label, method))
                 yield f"{self.name}-{label}-{seed}", (*self.setting, *method, f"seed={seed}")
+
+
+def _label(override: str) -> str:
+    """Return the part of a run's name that stands for an override of its method.
+
+    "method=fedbr" becomes "fedbr", and "method.fedbr.mu=0.5" becomes "mu_0_5".
+    """
+    key, _, value = override.partition("=")
+    name = "" if key == "method" else f"{key.rpartition('.')[2]}_"
+    return f"{name}{value}".replace(".", "_")
 
 
 FEDAVG, FEDBSS, FEDBR = ("method=fedavg",), ("method=fedbss",), ("method=fedbr",)
@@ -83,6 +93,19 @@ STUDIES = (
         (0, 1, 2),
     ),
     GpuStudy("fedbr-cifar10", ("experiment=fedbr/cifar10",), (FEDAVG, FEDBR), (0,)),
+    # FedBR's ablation, and both methods with Mixup.
+    GpuStudy(
+        "fedbr-rotated_mnist-parts",
+        ("experiment=fedbr/rotated_mnist",),
+        (
+            (*FEDBR, "method.fedbr.mu=0"),
+            (*FEDBR, "method.fedbr.lam=0"),
+            (*FEDBR, "method.fedbr.max_step=false"),
+            ("method=mixup",),
+            ("method=fedbr+mixup",),
+        ),
+        (0, 1, 2),
+    ),
 )
 
 

@@ -120,8 +120,8 @@ def _index() -> str:
     parts = [
         "# Papers",
         "What four papers claim, what raysim's results say about it, their figures and their "
-        "tables. A claim is counted once for each scale at which it was run. A claim that was not "
-        "run is counted once, as undecided.",
+        "tables. A claim is counted once for each scale at which it was tested. A claim that was not "
+        "tested is counted once, as undecided.",
         ORIGIN,
         to_markdown(("paper", *VERDICTS, "tables", "printed numbers", "with our result"), rows),
         "\n".join(["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]),
@@ -163,10 +163,8 @@ def _results(
     shown = [entry for entry in entries if entry.values]
     if not shown:
         return
-    scale = setting_of(overrides_of(shown[0].runs[0])[1])
     if setting:
-        yield f"### Our results: {scale.title}"
-        yield f"Scale `{scale.name}`: `{scale.command}`."
+        yield from _scales([run for entry in shown for run in entry.runs])
         yield "\n".join(
             [
                 "<details><summary>Differences from the paper</summary>",
@@ -188,6 +186,22 @@ def _results(
     head += [*(name.replace("_", " ") for name in SPLIT), "cause of the difference"]
     rows = [_row(table_name, entry, list(titles), bool(setting), causes) for entry in shown]
     yield to_markdown(head, rows)
+
+
+def _scales(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield Markdown: a heading that names the scales of the runs, and the command of each scale.
+
+    A table with several columns, such as splits of the data, has a scale for each column.
+    """
+    scales = list(dict.fromkeys(setting_of(overrides_of(run)[1]) for run in runs))
+    if len(scales) == 1:
+        yield f"### Our results: {scales[0].title}"
+        yield f"Scale `{scales[0].name}`: `{scales[0].command}`."
+        return
+
+    yield f"### Our results: scales {', '.join(f'`{scale.name}`' for scale in scales)}"
+    for scale in scales:
+        yield f"Scale `{scale.name}`, {scale.title}: `{scale.command}`."
 
 
 def _row(
@@ -235,10 +249,9 @@ def _made_on(runs: Sequence[Run]) -> str:
     """Return a text: the number of runs, their hardware, and the versions of the software."""
     machines = dict.fromkeys(_machine(run) for run in runs)
     files = dict.fromkeys(run.folder.name for run in runs)
-    text = f"{len(files)} runs on {'; '.join(machines)}."
-    if len(files) > 1:
-        text += " ±: sample standard deviation over seeds."
-    return text
+    if len(files) == 1:
+        return f"1 run on {'; '.join(machines)}."
+    return f"{len(files)} runs on {'; '.join(machines)}. ±: sample standard deviation over seeds."
 
 
 def _machine(run: Run) -> str:
@@ -256,16 +269,17 @@ def _machine(run: Run) -> str:
 def _commands(entries: Sequence[Entry]) -> str:
     """Return Markdown that lists the numbers of a paper's table, each with a command.
 
-    If we have a run for a number, its command is the command of this run. If not, it is the command
-    of a run at the paper's setting.
+    If we have a result for a number, its command is the command of a run that has it. If not, it is
+    the command of a run at the paper's setting.
     entries: the numbers that the paper prints in this table.
     """
     cells_by_command: dict[str, list[str]] = {}
     for entry in entries:
         command = str(entry.command)
         state = f"{entry.cell.mean}, {NOT_RUN}"
-        if entry.runs:
-            command = str(entry.runs[0].summary.get("command"))
+        with_result = [match.run for match in entry.matches if entry.only(match).values]
+        if with_result:
+            command = str(with_result[0].summary.get("command"))
             state = f"{entry.cell.mean}"
         place = f"{entry.cell.label}, {entry.cell.dataset}, {entry.cell.column} ({state})"
         cells_by_command.setdefault(command, []).append(place)

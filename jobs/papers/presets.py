@@ -219,7 +219,7 @@ def fedbss_command(table: Table, cell: Cell) -> Command:
 
 FEDBSS_SCORE_EXPLANATION = (
     "Mean and standard deviation over the last ten rounds of the accuracy on the central test set. "
-    "The paper does not say which test set it scores, nor whether its ± is over rounds or runs."
+    "The paper does not say which test set it scores. Its ± is over the same rounds of a run."
 )
 
 

@@ -92,7 +92,7 @@ SETTINGS = (
         "rotated-paper",
         "the paper's setting",
         "experiment=fedbr/rotated_mnist",
-        f"{_GPU} fedbr-rotated_mnist",
+        f"{_GPU} fedbr-rotated_mnist fedbr-rotated_mnist-parts",
     ),
     _setting(
         "cifar10-paper", "the paper's setting", "experiment=fedbr/cifar10", f"{_GPU} fedbr-cifar10"
@@ -212,7 +212,16 @@ SETTINGS = (
         "digits_tenth-text",
     ),
     _setting(
-        "digits-paper", "the paper's setting", "experiment=fraug/digits", f"{_GPU} fraug-digits"
+        "digits-300",
+        "the paper's setting with scikit-learn's digits in place of SVHN",
+        "experiment=fraug/digits data.domains=[mnist,mnist_m,usps,digits]",
+        f"{_GPU} fraug-digits",
+    ),
+    _setting(
+        "digits-paper",
+        "the paper's setting",
+        "experiment=fraug/digits",
+        "raysim study experiment=fraug/digits method=fedavg,fedbn,fraug data.root=DIR seed=0..2",
     ),
 )
 

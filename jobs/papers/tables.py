@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -12,6 +13,9 @@ from typing import Any
 from raysim.primitives.errors import RefusedError, suggest
 
 PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
+# The end of a note that names a file with more about it, such as "; see fedld.md". Notes are shown
+# without it, because raysim does not contain these files.
+REFERENCE = re.compile(r"; [^;]*\b\w+\.md\b[^;]*$")
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def _table(name: str, paper: str, node: Mapping[str, Any]) -> Table:
         momentum={key: float(value) for key, value in momentum.items()}
         if isinstance(momentum, dict)
         else {},
-        notes=tuple(node.get("notes", ())),
+        notes=tuple(REFERENCE.sub("", note) for note in node.get("notes", ())),
         cells=cells,
     )
 

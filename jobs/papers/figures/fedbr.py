@@ -47,7 +47,7 @@ SCALE = (
     "14 x 14 pixels, small CNN, a tenth of the images, 30 rounds of 20 steps at rate 0.05, one seed"
 )
 ONE_ROUND = "14 x 14 pixels, small CNN, a tenth of the images, one round, one seed"
-MILD = "partition.alpha=10.0"  # an almost even split
+MILD = "partition.alpha=10.0"  # Dirichlet with 1.0 per class, as concentration is prior_scaled
 
 
 # --- features and outputs -------------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_studies import started
 
+from jobs.papers import gpu, results
 from jobs.papers.claims import (
     CLAIMS,
+    LENGTHS,
     SKEW,
     VERDICTS,
     Claim,
@@ -20,8 +23,10 @@ from jobs.papers.claims import (
     verdicts,
 )
 from jobs.papers.results import stored_runs
-from jobs.papers.settings import SETTINGS, find_setting, overrides_of, setting_of
+from jobs.papers.settings import SETTINGS, Setting, find_setting, overrides_of, setting_of
 from jobs.papers.tables import PAPERS
+from raysim.commands.study.plan import plan
+from raysim.experiment.config_files import drop_set_keys
 from raysim.results.stored_runs import Run
 
 ALL = [claim for paper in PAPERS for claim in CLAIMS[paper]]
@@ -163,6 +168,47 @@ def test_study_command_of_a_paper_setting_contains_the_overrides_of_that_setting
         wanted = set(setting.overrides)
         run = {word for text in studies[0] for word in _values(text)}
         assert wanted - run <= DEFAULTS, (setting.name, wanted - run)
+
+
+@pytest.mark.slow
+def test_study_command_of_a_paper_setting_runs_the_methods_of_its_claims(tmp_path: Path) -> None:
+    methods_by_command: dict[str, set[tuple[str, str]]] = {}
+    for claim in ALL:
+        for setting in map(find_setting, claim.settings):
+            if setting.study not in methods_by_command:
+                methods_by_command[setting.study] = set(_planned(setting, tmp_path))
+            planned = methods_by_command[setting.study]
+            for method in (claim.method, claim.other):
+                assert (setting.name, method) in planned, f"{setting.study}: {claim.text}"
+
+
+def _planned(setting: Setting, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the settings and the methods of all runs that a setting's study makes, for one seed.
+
+    Overrides in `LENGTHS` are left out of the methods.
+    setting: the setting; its study is a command of `raysim study`, of jobs/studies.sh or of
+    jobs/papers/gpu.sh.
+    folder: a folder for the files of `started`.
+    """
+    program, *words = shlex.split(setting.study.removeprefix("bash "))
+    if program == "jobs/studies.sh":
+        place = folder / setting.name
+        place.mkdir()
+        studies = [study[1:] for study in started(place, *words)]
+    elif program == "jobs/papers/gpu.sh":
+        chosen = [study for study in gpu.STUDIES if study.name in words]
+        studies = [[*study.setting, *method] for study in chosen for method in study.methods]
+    else:
+        studies = [words[1:]]
+    for overrides in studies:
+        unused = ("seed=", "out=", "resume=", "data.root=")
+        kept = [word for word in overrides if not word.startswith(unused)]
+        for cell in plan([*kept, f"out={folder / 'new'}"]).runs:
+            config = drop_set_keys(cell.config)
+            run = Run("x", config, [], {"command": results.command(config)}, folder)
+            methods, others = overrides_of(run)
+            methods = [word for word in methods if not word.startswith(LENGTHS)]
+            yield setting_of(others).name, " ".join(methods)
 
 
 # Values that the presets already have.

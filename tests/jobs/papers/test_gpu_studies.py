@@ -35,7 +35,7 @@ def tiny_study(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpu_study_lists_all_methods_of_a_seed_before_the_next_seed() -> None:
     names = [name for name, _ in GpuStudy("a", (), STUDY.methods, (0, 1)).runs()]
-    assert names == ["a-fedavg-0", "a-fedprox-0_5-0", "a-fedavg-1", "a-fedprox-0_5-1"]
+    assert names == ["a-fedavg-0", "a-fedprox-mu_0_5-0", "a-fedavg-1", "a-fedprox-mu_0_5-1"]
 
 
 def test_gpu_study_is_bit_identical_to_single_runs(
@@ -85,6 +85,11 @@ def test_gpu_studies_refuse_wrong_arguments(tmp_path: Path) -> None:
         gpu.chosen_studies(["tyni"])
     with pytest.raises(RefusedError, match=r"tiny-fedavg-0: this run is not prepared"):
         gpu.run(tmp_path, [], "cpu", 1)
+
+
+def test_gpu_studies_name_every_run_differently() -> None:
+    names = [name for study in STUDIES for name, _ in study.runs()]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.slow

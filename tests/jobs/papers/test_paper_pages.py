@@ -327,6 +327,39 @@ def test_paper_page_shows_each_setting_and_the_causes_of_differences(
     )
 
 
+def test_paper_page_names_the_scale_of_each_column(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_explanations", lambda paper: {"causes": {}, "remarks": []})
+    small = ["model=small_cnn", "data.pool=2", "partition.fraction=0.2", "local.lr=0.1"]
+    for alpha in ("0.1", "0.3"):
+        words = [*small, "rounds=150", f"partition.alpha={alpha}"]
+        experiment = ["experiment=fedbss/fashion_mnist", "method=[]"]
+        results.store_run(finished(tmp_path / alpha, [*experiment, *words], scores(0.5)))
+    text = pages.page("fedbss", results.stored_runs("fedbss"))
+    table = text.split("## Table 1:")[1].split("## Table 2:")[0]
+    assert "### Our results: scales `skew-fast`, `skew-fast-0.3`\n" in table
+    for alpha, name in (("0.1", "skew-fast"), ("0.3", "skew-fast-0.3")):
+        assert f"Scale `{name}`, small CNN" in table and f", Dirichlet {alpha}, rate 0.1" in table
+
+
+def test_paper_page_gives_the_command_of_the_paper_for_a_domain_that_no_run_has(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_explanations", lambda paper: {"causes": {}, "remarks": []})
+    words = ["experiment=fraug/digits", "method=[]", "data.domains=[mnist,mnist_m,usps,digits]"]
+    history = [{"round": 0, "accuracy_best": 0.5, "accuracy_best.mnist": 0.6}]
+    results.store_run(finished(tmp_path / "a", words, history))
+    text = pages.page("fraug", results.stored_runs("fraug"))
+    assert "1 run on " in text
+    places, command = text.split("FedAvg, digits, MT (96.85)")[1].split("\n\n")[:2]
+    assert "not run yet" not in places and "data.domains" in command
+    place = "FedAvg, digits, SV (74.49, not run yet)"
+    assert text.split(place)[1].split("\n\n")[1] == (
+        "    raysim run experiment=fraug/digits method=fedavg data.root=DIR"
+    )
+
+
 def test_page_without_runs_lists_every_number_of_its_paper() -> None:
     for paper in PAPERS:
         text = pages.page(paper, [])

@@ -70,6 +70,11 @@ def test_json_file_of_a_paper_equals_the_copy_in_the_shared_folder(
 
 
 @pytest.mark.parametrize("name", [name for paper in PAPERS for name in tables(paper)])
+def test_notes_on_a_paper_table_name_no_file(name: str) -> None:
+    assert ".md" not in " ".join(find(name).notes) and all(find(name).notes)
+
+
+@pytest.mark.parametrize("name", [name for paper in PAPERS for name in tables(paper)])
 def test_paper_table_shows_every_mean_and_deviation_that_the_paper_prints(name: str) -> None:
     text = compare(name)
     for cell in find(name).cells:

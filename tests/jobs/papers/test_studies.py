@@ -75,7 +75,6 @@ def test_study_commands_include_every_run_that_has_stored_results(tmp_path: Path
         "fraug",
         "digits",
         "fedld",
-        "combinations",
         "fedbr",
     ]
     for name in names:
