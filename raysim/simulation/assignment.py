@@ -1,9 +1,7 @@
-"""Assign jobs to workers.
-
-The assignment does not change any result; it only decides how busy each worker is.
+"""Assign jobs to workers; no result depends on the assignment.
 
 A unit is a sequence of jobs that one worker trains: the jobs of one client, or a group of jobs
-whose updates that worker adds up. The work of a unit is its number of samples. A sample that makes
+whose updates the worker adds up. The work of a unit is its number of samples. A sample that makes
 only a forward pass counts 1/3.
 """
 
@@ -64,18 +62,14 @@ def assign_units(
     """Choose a worker for each unit; return the positions of these workers in `loads`.
 
     A unit goes to its client's home (`StateHome`) if the home is still making the client's state.
-    Otherwise it goes to the first of these workers whose load stays below a limit:
-
-    1. the client's home,
-    2. the least loaded worker on the home's node.
-
-    If there is no such worker, the unit goes to the least loaded worker of all. The limit is
-    `MAX_SLOWDOWN` times the mean load after all units are assigned.
+    Otherwise it goes to the first of these workers that stays below a limit: the home, then the
+    least loaded worker on the home's node. If there is none, it goes to the least loaded worker of
+    all. The limit is `MAX_SLOWDOWN` times the mean load after all units are assigned.
 
     units: the jobs of each client; the units with the most samples come first.
     loads: for each worker, the number of samples that it must already train.
     nodes: for each worker, the number of its node.
-    home_of: function that returns a client's home; None if it has none.
+    home_of: returns a client's home, or None.
     """
     loads = list(loads)
     fair_load = MAX_SLOWDOWN * (sum(loads) + sum(map(total_work, units))) / len(loads)
@@ -107,13 +101,13 @@ def assign_groups(
 ) -> list[list[Job]]:
     """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A worker returns one sum for a whole group. A group is split only if a load would be above a
-    limit: `MAX_SLOWDOWN` times the largest load with single jobs instead of groups.
+    A worker returns one sum for a whole group. Groups are split only if a load would be above
+    `MAX_SLOWDOWN` times the largest load with single jobs.
     groups: jobs whose updates are a subtree of the summation tree, in the order of aggregation.
     loads: for each worker, the number of samples that it must already train.
     nodes: for each worker, the number of its node.
-    keeps_nodes: True assigns groups to nodes first, so that a node can add up the sums of its
-    workers. If this exceeds the limit, groups are assigned to workers directly.
+    keeps_nodes: True assigns groups to nodes first, if the loads allow it. Then a node can add up
+    the sums of its workers.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -135,13 +129,12 @@ def assign_consecutive_jobs(
 ) -> list[list[Job]]:
     """Divide a list of jobs into consecutive ranges, so that workers get about equal loads.
 
-    Return the range of each worker; it may be empty. This is for workers that train in lanes. Loads
-    differ less than with `assign_groups`, but workers send more sums.
+    Return the range of each worker; it may be empty. This is for workers that train in lanes.
+    Workers send more sums than with `assign_groups`.
 
-    jobs: the jobs, in the order in which they are aggregated.
+    jobs: the jobs, in the order of aggregation.
     loads: for each worker, the number of samples that it must already train.
-    nodes: for each worker, the number of its node. The jobs of a node's workers are consecutive,
-    too.
+    nodes: for each worker, the number of its node. The jobs of a node are consecutive, too.
     """
     works = [job.work for job in jobs]
     level = _equal_load(sum(works), loads)
@@ -242,8 +235,7 @@ def _distribute(
     """Divide units among receivers: all receivers are workers, or all are nodes.
 
     Each unit goes to the least loaded receiver; the unit with the most samples comes first.
-    loads: for each receiver, its number of samples without these units. The load of a node is the
-    mean load of its workers.
+    loads: the loads without these units, as in `_Shares`.
     capacities: for each receiver, the number of its workers; 1 for a worker.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
@@ -262,11 +254,9 @@ def _split_until_balanced(
 ) -> list[list[_Unit]] | None:
     """Divide units among workers or nodes; split units until no load is above `limit`.
 
-    Return the units of each receiver (worker or node). Return None if a load is still above the
-    limit after `MAX_SPLITS` splits for each receiver, or if no unit can be split.
-    loads: for each receiver, its number of samples without these units. The load of a node is the
-    mean load of its workers.
-    capacities: for each receiver, the number of its workers; 1 for a worker.
+    Return the units of each receiver (worker or node). Return None if `MAX_SPLITS` splits for each
+    receiver are not enough, or if no unit can be split.
+    loads, capacities: as in `_distribute`.
     """
     longest = (limit - min(loads)) * max(capacities)
     remaining = _split_long_units(units, longest)
@@ -304,9 +294,7 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Choose which unit of an overloaded worker or node to split; None if every unit is one job.
 
-    Choose the smallest unit whose half has at least `excess` samples. If no unit is that large,
-    choose the largest unit of several jobs.
-    excess: the number of samples above the limit.
+    Choose the smallest unit whose half has at least `excess` samples, or else the largest unit.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:
@@ -320,11 +308,10 @@ def _split_among_nodes(
 ) -> list[list[_Unit]] | None:
     """Divide units among nodes, then divide each node's units among its workers.
 
-    Return the units of each worker. Return None if splitting units cannot bring all loads down to
-    the limit.
+    Return the units of each worker. Return None if splitting cannot bring all loads down to
+    `limit`.
     loads: for each worker, its number of samples without these units.
     nodes: for each worker, the number of its node.
-    limit: the largest load of a worker, in samples.
     """
     members: dict[int, list[int]] = {}
     for worker, node in sorted(enumerate(nodes), key=lambda pair: pair[1]):

@@ -112,11 +112,11 @@ class Availability(ABC):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return changes of availability up to the virtual time `horizon`, in seconds.
 
-        Return the time of each change, and the position in `clients` of the client that changes. If
-        a client has more than `_MAX_CHANGES` changes, return only the changes before its first one
-        that was not looked up.
-        times: float64 [clients], the virtual time of each client's next change. This function
-        replaces each time by that of the first change that it does not return.
+        The results are the times, and the positions in `clients` of the clients that change. At
+        most `_MAX_CHANGES` changes of a client are looked up. Changes after the first one that is
+        missing are left out.
+        times: float64 [clients], the next change of each client. It is set to the first change that
+        is not returned.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -236,8 +236,6 @@ class _StepDraw(NamedTuple):
         position of client c    (c - start) * factor
         client at position k    start + k * inverse
 
-    factor: from 1 to the prime minus 1.
-    inverse: the inverse of `factor` modulo the prime.
     comes: clients at positions below this number become available.
     goes: clients at this position and at higher ones become unavailable.
     """
@@ -252,9 +250,8 @@ class _StepDraw(NamedTuple):
 class MarkovAvailability(Availability):
     """Clients that switch between available and unavailable after random times.
 
-    This is a Markov chain of two states in time steps of s seconds; s is half of the shorter mean.
-    In each step, an unavailable client becomes available with probability s / `off`. An available
-    client becomes unavailable with probability s / `on`.
+    This is a Markov chain in steps of s seconds; s is half of the shorter mean. In a step, a client
+    becomes available with probability s / `off`, or unavailable with probability s / `on`.
     on, off: the mean seconds for which a client is available, and not available.
     """
 
@@ -409,12 +406,11 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    An interval includes its start and excludes its end. Each row is the recording of one device.
-    Several clients may use the same row.
-    bounds: float64, the starts and ends of all intervals in virtual seconds, row after row. In a
-    row, each start is followed by its end.
-    first: int [rows + 1], the index in `bounds` of the first start of each row. The last entry is
-    the length of `bounds`.
+    An interval includes its start and excludes its end. A row is the recording of a device. Several
+    clients may use the same row.
+    bounds: float64, the start and end of each interval in virtual seconds, row after row.
+    first: int [rows + 1], the index in `bounds` of the first start of each row, and the length of
+    `bounds`.
     periods: float64 [rows], the length of each recording in seconds.
     row_of: int [clients], the row of each client.
     wrap: True repeats a recording after its period; False makes the client unavailable then.
@@ -453,11 +449,11 @@ class Intervals(Availability):
         """Return where the virtual time `now`, in seconds, lies in a client's recording.
 
         Returns (row, begin, end, position):
-        row: the number of the recording, `row_of[client]`.
-        begin, end: the virtual times of the repetition that contains `now`; 0 and infinity if
-        `wrap` is False.
-        position: the index in `bounds` of the recording's earliest entry after `now`. If there is
-        none, the index after the recording's last entry.
+        row: the number of the recording.
+        begin, end: the virtual times of the repetition that contains `now`; 0 and infinity without
+        `wrap`.
+        position: the index in `bounds` of the recording's first entry after `now`, or of the next
+        row.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
@@ -493,7 +489,7 @@ class Intervals(Availability):
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return what `_find` returns, for many clients: four arrays [clients].
 
-        now: float64 [clients], for each client the virtual time to look up, in seconds.
+        now: float64 [clients], the virtual time to look up for each client, in seconds.
         """
         rows = self._rows[clients]
         begin, end = np.zeros(len(clients)), np.full(len(clients), math.inf)

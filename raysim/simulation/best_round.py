@@ -35,10 +35,10 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        validation: [clients], the validation score of each client; nan without validation samples.
+        Return `validation` and `hits` of each client's best round, in the same shapes.
+        validation: [clients], the validation scores; nan without validation samples.
         hits: the scores of the clients' test samples, client after client.
-        Return `validation` and `hits` of each client's best round, as arrays of the same shapes.
-        Raises ValueError if a resumed run's checkpoint has scores of another shape than `hits`.
+        Raises ValueError if a resumed run's checkpoint has scores of another shape.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
@@ -63,9 +63,9 @@ class BestRounds:
     ) -> tuple[int, float | None]:
         """Record the shared model's scores in a round; return its best round so far.
 
-        Return the number of the best round, and its score on the central test set or None.
-        validation: the model's validation score in this round.
-        central: the model's score on the central test set; None without such a set.
+        Return the number of the best round, and its score on the central test set.
+        validation: the validation score in this round.
+        central: the score on the central test set; None without such a set.
         """
         best = self._arrays["shared"]
         if validation > best[0]:

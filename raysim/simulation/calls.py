@@ -32,13 +32,11 @@ class Call:
     """A call to a worker, which can be repeated if the worker dies before it answers.
 
     worker: the number of the worker; it changes if another worker gets the call.
-    method: the name of the method of `Worker` that is called.
-    args: the arguments of the method, without client states.
+    method, args: the method of `Worker`, and its arguments without client states.
     states: the client states that the worker needs for the call.
-    remote_values: the number of further values that the method returns. They stay on the worker's
-    node.
-    ref: the reference to the answer, which is the first value that the method returns.
-    remote_refs: the references to the further values.
+    remote_values: the number of values after the answer, which stay on the worker's node.
+    ref: the reference to the answer.
+    remote_refs: the references to the values that stay on the node.
     bytes_read: the bytes of client states that were read from disk for this call.
     value: the answer; None before it arrives.
     deaths: the number of workers that died while they executed this call.
@@ -68,10 +66,10 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 class WorkerCalls:
     """The object that makes calls to workers, and repeats them if a worker dies.
 
-    A dead worker is replaced, and its unanswered calls are repeated. If its node is lost, other
-    workers get these calls. The attribute `workers` counts all workers, including released ones.
-    The attribute `active` lists the workers that get new calls, ascending.
-    timeout_s: a worker that does not answer a call for this number of seconds counts as dead.
+    A dead worker is replaced, unless its node is lost. Then other workers get its calls. The
+    attribute `workers` counts all workers, including released ones. The attribute `active` lists
+    those that get new calls.
+    timeout_s: a worker that does not answer for this number of seconds counts as dead.
     """
 
     def __init__(self, runtime: Runtime, client_states: ClientStates, timeout_s: float = math.inf):
@@ -247,10 +245,9 @@ class WorkerCalls:
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
         """Replace a worker that died, and send its unanswered calls again.
 
-        The worker is not replaced, and other workers get its calls, in two cases: many workers of
-        its node died within a short time, or it died `MAX_DEATHS` times in a row.
-        Raises RunStoppedError if the worker died `MAX_DEATHS` times in a row and no other worker
-        can get the calls.
+        Other workers get the calls if many workers of the node died recently, or if this worker
+        died `MAX_DEATHS` times in a row.
+        Raises RunStoppedError in the last case if no other worker can get the calls.
         """
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1

@@ -6,15 +6,14 @@ A checkpoint is a folder such as `round-000050` with these files:
 - `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
 - `manifest.json`: name and SHA-256 of every file that the checkpoint needs, and a SHA-256 of them
 
-Checkpoints share the files of the folder `log` next to them: client states
+Checkpoints share the folder `log` next to them. It has client states
 (`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`).
 
-The manifest is written last; a folder without a manifest is not a checkpoint. Files are never
-changed after they are written, and files that no manifest lists are removed.
+The manifest is written last; a folder without it is not a checkpoint. Files are never changed, and
+files that no manifest lists are removed.
 
 A local folder is locked while a run writes there. Behind a URL, a process writes its name into the
-file `writer` before its first checkpoint. It stops if this file has another name before a later
-checkpoint.
+file `writer`. It stops if it later finds another name there.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Snapshot:
     numbers: what JSON can express, such as the planner's state and the rows of the history.
     server: arrays by name, such as model parameters and server state.
     clients: the named tensors of each client state that an aggregated job has changed.
-    jobs: for each client in `clients`, the number of the job that made the state.
+    jobs: for each client in `clients`, the job that made the state.
     """
 
     numbers: Mapping[str, Any]
@@ -144,11 +143,10 @@ def _incomplete_versions(store: Store) -> list[int]:
 class Checkpoints:
     """A writer of one run's checkpoints, which keeps only the last few.
 
-    No other run may write to the same place.
-    where: a folder or a URL.
+    where: a folder or a URL, to which no other run may write.
     keep: the number of checkpoints to keep.
-    resume: the address of the checkpoint that the run continues from; "" for a new run. If that
-    checkpoint is in `where`, new checkpoints share its log files instead of writing them again.
+    resume: the checkpoint that the run continues from; "" for a new run. If it is in `where`, new
+    checkpoints share its log files.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
@@ -166,9 +164,9 @@ class Checkpoints:
     def write(self, version: int, snapshot: Snapshot) -> str:
         """Write a checkpoint, remove all but the last few, and return its address.
 
-        Nothing is written if the last checkpoint, or the one that the run continued from, has this
-        version. Checkpoints of later versions are removed. If an old checkpoint cannot be removed,
-        the attribute `removal_failure` says why.
+        Nothing is written if the last checkpoint has this version. Checkpoints of later versions
+        are removed. If an old checkpoint cannot be removed, the attribute `removal_failure` says
+        why.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
         write.
         """
@@ -221,8 +219,7 @@ class Checkpoints:
     ) -> dict[str, str]:
         """Write all client states that `index` marks as unwritten; put them into new log files.
 
-        Return the checksum of each new file, by name.
-        index: says which log file contains the state of each client. The new files are added to it.
+        Return the checksum of each new file, by name. The files are added to `index`.
         clients: the state of each client. States that are in a log file already are not read.
         """
         files = {}

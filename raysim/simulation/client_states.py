@@ -39,13 +39,11 @@ class StateUse(NamedTuple):
 class ClientStates:
     """The store of a run's client states; a state is identified by the job that made it.
 
-    A new state is on the worker that trained the job, and in the object store. If the same worker
-    trains the client's next job, this job starts from the worker's copy. A state is committed when
-    its job is aggregated (`commit`). Scores and checkpoints use only committed states.
-    layout: the tensors of a client state.
+    A new state is on the worker that trained the job, and in the object store. A state is committed
+    when its job is aggregated. Scores and checkpoints use only committed states.
     stateful: False starts every job from the initial state.
-    budget: the most bytes of committed states in memory; infinity means no limit. Beyond this
-    limit, the states of clients that have been idle longest are moved to disk.
+    budget: the most bytes of committed states in memory. Beyond it, the states of clients that have
+    been idle longest are moved to disk.
     folder: the folder for states on disk.
     """
 
@@ -80,9 +78,8 @@ class ClientStates:
     def dispatch(self, client: int, number: int) -> int:
         """Record a new job of a client; return the number of the client's previous job.
 
-        The new job starts from the state that the previous job makes, or from the initial state if
-        the result is -1. Do not call this for a job that will be lost or discarded.
-        number: the number of the new job.
+        The new job starts from the state of this previous job; -1 is the initial state. Do not call
+        this for a job that will be lost or discarded.
         """
         if not self.stateful:
             return -1
@@ -161,12 +158,12 @@ class ClientStates:
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
         """Return references to the states that a call to a worker needs.
 
-        There is one reference for each of `uses`; None if the worker has the state or it is the
-        initial one. Also return the number of bytes read from disk. Pass this number to
-        `release_read` when the worker has answered.
+        There is one for each of `uses`; None if the worker has the state or it is the initial one.
+        Also return the number of bytes read from disk, which `release_read` must get after the
+        answer.
 
-        If the call trains a job, this worker will have the client's newest state. Its copy on
-        another worker is deleted.
+        If the call trains a job, this worker will have the client's newest state. A copy on another
+        worker is deleted.
         """
         sent: list[Ref] = []
         read_bytes, moved = 0, dict[int, list[int]]()
@@ -299,8 +296,8 @@ class ClientStates:
         """The bytes of all client states in memory; jobs in flight add an estimate.
 
         These states are in the object store, or were read from disk for unanswered calls. The
-        estimate for a job in flight is the mean size of the states in the object store. If there
-        are none, it is the size of the state that was moved to disk last.
+        estimate is the mean size in the object store, or else the size of the state that was moved
+        to disk last.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

@@ -9,10 +9,9 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
     (3)  a_cross(c_1, c_2) = max of a_ij for i in c_1 and j in c_2
     (4)  gamma_max < sqrt((1 - a_cross(c_1, c_2)) / 2)
 
-c_1 and c_2 are the division of the cluster that has the smallest a_cross. The cluster is divided
-into them if (1) and (4) are true. eps_1, eps_2 and gamma_max are settings. (1) means that the
-cluster's model is near a stationary point of the cluster's objective, but far from one of a
-client's objective. Both new clusters start from the cluster's model, and may be divided again.
+c_1 and c_2 are the division of the cluster with the smallest a_cross. The cluster is divided if (1)
+and (4) are true. eps_1, eps_2 and gamma_max are settings. (1) means that the cluster's model is
+near a stationary point of the cluster's objective, but not of every client's objective.
 
 Departures from the paper
 - Not all clients have to take part in each round. The conditions use a client's last update since
@@ -41,7 +40,7 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     """Split clients in two, so that the largest similarity between the two groups is small.
 
     This is Algorithm 1 of the paper. Return a bool array [n], which is False for the group of
-    client 0. Also return the largest similarity between clients of different groups.
+    client 0, and the largest similarity between the groups.
     similarities: float64 [n, n], symmetric, with n at least 2.
     """
     count = len(similarities)
@@ -80,10 +79,10 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 class SplitByUpdates(ClusterRule):
     """The rule of CFL: split a cluster into two if its clients' updates disagree.
 
-    mean_norm: eps_1 of the paper. The norm of the mean update must be below this value.
-    max_norm: eps_2 of the paper. The norm of the longest update must be above this value.
-    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above this value. a is the largest
-    cosine similarity between two clients that the split would separate.
+    mean_norm: eps_1 of the paper. The norm of the mean update must be below it.
+    max_norm: eps_2 of the paper. The norm of the longest update must be above it.
+    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above it. a is the largest cosine
+    similarity between clients of the two new clusters.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """

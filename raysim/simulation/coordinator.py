@@ -48,9 +48,6 @@ class Coordinator:
     """The coordinator of one run.
 
     `run()` yields the events of the run; the last one is `Finished`.
-    schedule: when clients are dispatched and their updates are aggregated.
-    fleet: the rule that draws the clients' devices.
-    runtime: the workers.
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.

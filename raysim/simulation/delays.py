@@ -1,9 +1,9 @@
 """Random durations of jobs, independent of work and traffic: the delay model of FADAS.
 
 Source: Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
-2024), and the released code. Each client belongs to a kind, such as "slow". The duration of each
-job is drawn uniformly between the bounds of this kind. For the paper's "large" delays set
-fleet.kinds.slow={least: 50, most: 80}.
+2024), and the released code. The duration of a job is drawn uniformly between the bounds of its
+client's kind, such as "slow". For the paper's "large" delays set fleet.kinds.slow={least: 50, most:
+80}.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _default_kinds() -> dict[str, DelayKind]:
 class Delays(Fleet):
     """A fleet in which each client belongs to a kind that decides the time of its jobs.
 
-    For each client, draw p ~ Dirichlet(scale * w_1, ..., scale * w_k), where w_i is the weight of
-    kind i. The client gets the kind with the largest p_i.
+    A client draws p ~ Dirichlet(scale * w_1, ..., scale * w_k), where w_i is the weight of kind i.
+    It gets the kind with the largest p_i.
     kinds: the kinds of clients, by name.
     scale: a larger number gives more clients the kind of the largest weight.
     """

@@ -1,33 +1,31 @@
 """Named classes of devices, with their speeds and shares from published figures.
 
-"Measured" figures are measurements in the cited sources. "Published" figures are other values in
-them, such as prices or limits. "Derived" figures are computed from these two. "Assumed" figures are
-our choice.
+"Measured" and "published" figures are in the cited sources. "Derived" figures are computed from
+them. "Assumed" figures are our choice.
 
-Training speed: the floating-point operations of a training step, divided by its seconds.
-- Phones. Measured: 179, 588 and 1,642 ms for a batch of 10 samples on a fast, a medium and a slow
-  phone. These are values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in
-  Federated Learning upon Large-Scale Smartphone Data" (WWW 2021), for LEAF's CNN on FEMNIST
-  (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py).
-  Derived: a forward pass of a sample makes 17.2 M multiplications and as many additions. The
-  backward pass needs twice as many operations. So a sample needs 6 x 17.2 M = 103 MFLOP, and the
-  speeds are 5.8, 1.8 and 0.63 GFLOP/s. A library that is tuned for phones is faster: Das et al.,
-  "Enabling On-Device Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s.
-- Tablets. Assumed: the same as medium phones.
+Training speed, in floating-point operations per second:
+- Phones. Measured: a fast, a medium and a slow phone need 179, 588 and 1,642 ms for 10 samples of
+  FEMNIST. The values are in the code of Yang et al., "Characterizing Impacts of Heterogeneity in
+  Federated Learning upon Large-Scale Smartphone Data" (WWW 2021; github.com/PKU-Chengxu/FLASH,
+  `femnist_mean` in models/utils/device_util/device_util.py). Derived: 5.8, 1.8 and 0.63 GFLOP/s. A
+  sample needs 6 x 17.2 M operations, because LEAF's CNN makes 17.2 M multiplications in a forward
+  pass. Tuned libraries are faster: 15 to 30 GFLOP/s in Das et al., "Enabling On-Device Smartphone
+  GPU based Training" (2022).
+- Tablets. Assumed: the speed of medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
-  of that in training.
+  of that.
 
 Bandwidth in Mbit/s, down and up. Measured by Ookla's Speedtest users around the world:
-- slow phones: the mean of mobile networks in November 2017, 20.28 and 8.65;
-- medium phones: the mean of mobile networks in September 2020, 35.96 and 11.22;
-- fast phones: the median over 5G in the third quarter of 2021, 166.13 and 21.08;
-- tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 and 45.74.
-Assumed: the network that each class of devices uses.
+- slow phones: 20.28 and 8.65, the mean of mobile networks in November 2017;
+- medium phones: 35.96 and 11.22, the mean of mobile networks in September 2020;
+- fast phones: 166.13 and 21.08, the median over 5G in the third quarter of 2021;
+- tablets and edge boxes: 85.73 and 45.74, the mean of fixed networks in September 2020.
+Assumed: the network of each class.
 
 Shares of the classes:
 - Edge boxes. Assumed: 2 % of all devices.
-- Phones and tablets. Measured: the ratio of phones to tablets in web traffic is 52.3 to 4.3
-  (StatCounter, December 2017). Derived: 98 % of all devices, divided in this ratio.
+- Phones and tablets. Measured: 52.3 to 4.3 in web traffic (StatCounter, December 2017). Derived: 98
+  % of all devices, divided in this ratio.
 - Fast phones. Measured: 24 % of the phones sold in 2023 were of the most expensive class
   (Counterpoint). Derived: 24 % of the phones.
 - Slow and medium phones. Measured: Yang et al. have 18,820 slow and 16,428 medium phones. Derived:
@@ -36,27 +34,24 @@ Shares of the classes:
 Assumed: the spread of the values within a class (sigma, bandwidth_sigma).
 
 Power, in watts:
-- Computing. Published: a slow, a medium and a fast phone need 2.98, 5.44 and 6.33 W in the
-  benchmark GFXBench Manhattan 3.1. Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning
-  on Battery-Powered Clients" (FedEdge 2022), use these values for training
+- Computing. Published: slow, medium and fast phones need 2.98, 5.44 and 6.33 in the benchmark
+  GFXBench Manhattan 3.1. Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning on
+  Battery-Powered Clients" (FedEdge 2022), use these values for training
   (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a
-  budget of 10 W. Assumed: tablets need the same power as medium phones.
-- Receiving and sending. Measured: an LTE phone needs 1.288 W, and 0.05197 W for each Mbit/s
-  received, or 0.43839 W for each Mbit/s sent (Table 4 of Huang et al., "A Close Examination of
-  Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: the power of
-  slow and medium phones at the bandwidths above. Assumed: fast phones need the same power as medium
-  ones; tablets and edge boxes need 2 W.
-- Idle. Measured: a suspended phone needs 0.0686 W (Carroll and Heiser, "An Analysis of Power
-  Consumption in a Smartphone", USENIX ATC 2010). Assumed: tablets need the same; edge boxes need 2
-  W.
+  budget of 10. Assumed: tablets need as much as medium phones.
+- Receiving and sending. Measured: an LTE phone needs 1.288, plus 0.05197 for each Mbit/s received
+  or 0.43839 for each Mbit/s sent (Table 4 of Huang et al., "A Close Examination of Performance and
+  Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: slow and medium phones at the
+  bandwidths above. Assumed: fast phones need as much as medium ones; tablets and edge boxes need 2.
+- Idle. Measured: a suspended phone needs 0.0686 (Carroll and Heiser, "An Analysis of Power
+  Consumption in a Smartphone", USENIX ATC 2010). Assumed: tablets need the same; edge boxes need 2.
 
-Money, in US dollars. Published: a gigabyte in mobile networks costs 5.09, the mean of the world
-(Cable.co.uk, 2020). Assumed: a gigabyte in fixed networks costs nothing, because of flat prices; a
-kilowatt-hour costs 0.15.
+Money, in US dollars. Published: a gigabyte costs 5.09 in mobile networks, the mean of the world
+(Cable.co.uk, 2020). Assumed: it costs nothing in fixed networks; a kilowatt-hour costs 0.15.
 
 CO2. Published: a kilowatt-hour causes 436 g, the mean of the world in 2022 (Ember, "Global
-Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile networks and 0.05 kWh in fixed
-networks (Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g and 21.8 g.
+Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile and 0.05 kWh in fixed networks
+(Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g and 21.8 g.
 """
 
 from __future__ import annotations
@@ -113,8 +108,8 @@ def _default_classes() -> dict[str, DeviceClass]:
 class DeviceClasses(Fleet):
     """A fleet in which each client has a device of one class.
 
-    The class and the speeds of a client are drawn once. The duration of a job follows from these
-    speeds and the FLOPs of the run's model.
+    A client's class and speeds are drawn once. The duration of a job follows from the speeds and
+    the FLOPs of the model.
     classes: the classes by name; their shares add up to 1.
     sigma: standard deviation of the logarithm of the speed within a class.
     bandwidth_sigma: standard deviation of the logarithm of the bandwidth within a class.

@@ -1,8 +1,8 @@
 """Send jobs to workers and collect the updates.
 
-Where and when a job is trained does not change any result. The jobs of the next aggregation are
-sent without delay. Jobs of later aggregations wait in a queue. A worker with fewer than two
-unanswered training calls gets several queued jobs in one call.
+No result depends on where and when a job is trained. The jobs of the next aggregation are sent
+without delay. Later jobs wait in a queue, until a worker has fewer than two unanswered training
+calls.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class TrainCall(Call):
     """A call in which a worker trains jobs.
 
     A result is unused until an aggregation uses it.
-    groups: the groups of these jobs for which the worker returns one sum of all updates.
+    groups: the groups of jobs for which the worker returns one sum of all updates.
     floats: the number of floats that the call returns, without client states.
-    updates: the received unused updates and failures, by the number of the job.
-    sums: the received unused sums of updates, by group.
-    remote_sums: references to unused sums of updates that are still on the worker's node, by group.
-    is_collected: True if an aggregation has used at least one update of the call.
+    updates: the received, unused updates and failures, by the number of the job.
+    sums: the received, unused sums of updates, by group.
+    remote_sums: references to unused sums that are still on the worker's node, by group.
+    is_collected: True if an aggregation has used at least one update.
     """
 
     jobs: Sequence[Job] = ()

@@ -1,9 +1,9 @@
 """Score models on the workers, and make columns of the history from the scores.
 
-A client can be scored in up to four ways, called views:
+A client can be scored in up to four views:
 - `shared`: the shared model on the client's samples;
-- `own`: the client's own model on the client's samples. This model has the client's personal
-  parameters, and a method may change it (hook `personalise`);
+- `own`: the client's own model on the client's samples. It has the client's personal parameters,
+  and a method may change it (hook `personalise`);
 - `finetuned`: the own model after fine-tuning it on the client's data;
 - `common`: the own model on the central test set.
 """
@@ -53,13 +53,12 @@ def _no_clients() -> np.ndarray:
 class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
-    clients, unseen: the scored clients that take part in the training, and those that never do.
-    reports: the calls of each view. This module's docstring describes "shared", "own", "finetuned"
-    and "common". "mean" scores the mean of all replicas. "sets" has all calls if a method computes
-    the scores itself.
+    unseen: the scored clients that never take part in the training; `clients` has all others.
+    reports: the calls of each view. This module's docstring describes the views. "mean" scores the
+    mean of all replicas. "sets" is a method's own scoring.
     members: the clients whose local models the loss decomposition compares.
-    models: for the loss decomposition, the calls for the local model of each of `members`. The last
-    entry is for the shared model after the aggregation.
+    models: the calls for the local model of each of `members`, and last for the shared model after
+    the aggregation.
     replicas: for each scored replica, the calls that score it on the central test set.
     client_scores: for each column, pairs of client numbers and scores. `Evaluator.columns` fills
     it.
@@ -247,8 +246,7 @@ class Evaluator:
         """Start scoring several versions on the central test set; return the calls of each version.
 
         central_tasks: the tasks that score one version.
-        loaders: for each version, a function that returns a reference to it. The function reads the
-        version from disk if necessary.
+        loaders: for each version, a function that returns a reference to it.
         """
         calls: list[list[Call]] = []
         workers = self.calls.active
@@ -283,9 +281,8 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of every replica for each client, float64 [replicas, clients].
 
-        clients: the clients, on whose training samples the losses are computed.
-        samples: the number of samples that are drawn from a client with more samples; None uses
-        all. After each aggregation, other samples are drawn.
+        samples: the number of training samples that are drawn from a client with more; None uses
+        all. Each aggregation draws other samples.
         """
         calls: list[list[Call]] = []
         for number in replicas.numbers:
@@ -338,8 +335,8 @@ class Evaluator:
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
         """Return the tasks that score the shared model; each task is one batch of samples.
 
-        Their order is that of `_shared_columns`: test samples of clients, test samples of unseen
-        clients, the central test set, validation samples. A batch may have samples of many clients.
+        Their order is: test samples of clients, test samples of unseen clients, the central test
+        set, validation samples.
         """
         parts = [
             self._rows(self.tests, clients),
@@ -436,8 +433,7 @@ class Evaluator:
     ) -> list[tuple[int, Sequence[ScoringTask], VersionLoader]]:
         """Divide a worker's scoring tasks into calls, so that each call reads few bytes from disk.
 
-        Return the worker, the tasks and the `VersionLoader` of each call. The bytes are client
-        states.
+        The bytes are client states.
         parts: for each version, the function that loads it, and the tasks that score it.
         """
         chunks: list[tuple[int, Sequence[ScoringTask], VersionLoader]] = []
@@ -455,9 +451,8 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of a model on each client's training samples, float64 [clients].
 
-        samples: the number of samples that are drawn from a client with more samples; None uses
-        all.
-        version: the number of aggregations so far. It changes only which samples are drawn.
+        samples: the number of samples that are drawn from a client with more; None uses all.
+        version: it changes only which samples are drawn.
         loaders: for each client, a function that returns a reference to the model version.
         """
         calls = self._start_losses(clients, samples, version, loaders)
@@ -604,8 +599,6 @@ class Evaluator:
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
         """Return columns with the scores of replicas, and of their mean, on the central test set.
 
-        With validation samples there is also the mean's score in the round in which the clients'
-        own models had the best validation score.
         mean: the workers' reports on the mean of all replicas.
         own: the columns with the scores of the clients' own models.
         """
@@ -672,8 +665,8 @@ class Evaluator:
             distribution_shift = sum_ij p_i p_j L_ij - local_loss
             aggregation        = global_loss - sum_ij p_i p_j L_ij
 
-        L_ij is the loss of client i's local model on client j's samples. g_j is the loss of the
-        next shared model on them. p_i is the share of client i in all samples.
+        On client j's samples, L_ij is the loss of client i's local model, and g_j that of the next
+        shared model. p_i is the share of client i in all samples.
         """
         column = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))

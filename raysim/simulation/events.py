@@ -20,8 +20,8 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the aggregation for which the update was planned. For a lost or discarded job, the next
-    aggregation after its end. For a job in flight, the last round plus 1.
+    round: the aggregation for which the update was planned. For a lost or discarded job, it is the
+    next aggregation after the job's end. For a job in flight, it is the last round plus 1.
     staleness: 0 unless the job is aggregated or failed.
     energy_wh, money, co2_g: the cost of the whole job; 0 if the fleet has no such cost.
     """
@@ -89,14 +89,13 @@ class Round:
 class Waiting:
     """The event that a run has received no answer from any worker for a long time.
 
-    worker: the number of the worker whose answer the run needs next.
+    worker: the worker whose answer the run needs next.
     clients: the clients that this worker trains now.
     seconds: the wall time for which this worker has not answered.
     node: name and address of the worker's node; "" if unknown.
-    replaced_after: the seconds without an answer after which the worker is replaced; infinity if
-    never.
-    node_timeout: the seconds without an answer after which the node counts as lost; None if the
-    node answers.
+    replaced_after: the seconds of silence after which the worker is replaced; infinity if never.
+    node_timeout: the seconds of silence after which the node counts as lost; None if the node
+    answers.
     stacks: the call stacks of the worker's threads; "" if unknown.
     """
 
@@ -152,9 +151,9 @@ class Finished:
     """The event that a run has ended.
 
     model_sha256, state_sha256: checksums of the final model, and of client states and server state.
-    peak_memory_bytes: the peak memory of the coordinator's process.
+    peak_memory_bytes: of the coordinator's process.
     jobs: the jobs that were in flight when the run ended.
-    best_model: its round, deciding score and checksum, as in summary.json; None if there is none.
+    best_model: the entry `best_model` of summary.json; None without a best model.
     processes: the processes of the run, if there were several.
     """
 

@@ -93,20 +93,20 @@ class Speeds:
 class Fleet:
     """A fleet: a rule that draws the simulated devices of all clients.
 
-    A subclass overrides `speeds`, or `devices` if jobs take time or are lost by different rules.
+    A subclass overrides `speeds`, or `devices` if jobs take time or are lost by other rules.
     availability: when clients are available: "always", "diurnal" or "markov". The job of a client
     that becomes unavailable is lost.
     hours: only for "diurnal": the hours of each day in which a client is available. Clients live in
     time zones around the world.
-    on, off: only for "markov": the mean number of seconds for which a client is available, and then
+    on, off: only for "markov": the mean seconds for which a client is available, and then
     unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: a run ends with an error if no client is available in its first `patience` virtual
     seconds. With "markov", also if the average wait for a client is longer.
     cost: the power of each device in watts, and the price and CO2 of a gigabyte that it sends or
-    receives. If all of these are 0, costs are not computed.
-    kwh_price: the price of a kilowatt-hour that devices use, in any currency.
-    kwh_co2: the grams of CO2 for a kilowatt-hour that devices use.
+    receives. If all are 0, costs are not computed.
+    kwh_price: the price of a kilowatt-hour, in any currency.
+    kwh_co2: the grams of CO2 for a kilowatt-hour.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")

@@ -44,10 +44,9 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     """Return the forecast of a run; the planner cannot be used afterwards.
 
     A selection that uses clients' reports gets none here.
-    rounds, workers: the numbers of rounds and workers of the run.
     Raises ValueError if the run cannot begin with this fleet.
-    Raises RunStoppedError if no aggregation can be planned, or if the selection rule makes a choice
-    that is not allowed.
+    Raises RunStoppedError if no aggregation can be planned, or if the selection makes a choice that
+    is not allowed.
     """
     aggregations: list[PlannedAggregation] = []
     min_jobs = max(_MIN_JOBS, _MIN_JOBS_PER_CLIENT * planner.schedule.concurrency)
@@ -100,8 +99,8 @@ def workers_busy(
 
     Every worker needs the same time for a sample. Jobs of the next aggregation are trained first. A
     job whose update is never aggregated is not trained.
-    plans_ahead: True lets a job begin when its base version exists. False lets it begin only when
-    its aggregation is planned, after the previous one was made.
+    plans_ahead: True lets a job begin when its base version exists. False lets it begin when the
+    previous aggregation was made.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

@@ -1,9 +1,8 @@
 """The sums of updates that workers and nodes make for an aggregation.
 
-A process that has all updates of a group (a subtree of the summation tree) can replace them by
-their sum. A worker sums its updates. If the model is large (`Runtime.combine_from`), each node adds
-up the sums of its workers before it sends them to the coordinator's node. The bits of the result do
-not depend on which process made which sum.
+A worker replaces the updates of a group by their sum. If the model is large
+(`Runtime.combine_from`), each node adds up the sums of its workers before it sends them to the
+coordinator's node. No bit of the result depends on which process made which sum.
 """
 
 from __future__ import annotations
@@ -99,9 +98,8 @@ def fetch_sums(
 ) -> tuple[dict[Group, np.ndarray], list[Group]]:
     """Let nodes combine small sums into sums of the largest possible groups, and fetch these.
 
-    Return the fetched sums by group, and the groups whose sum was lost with a node. A group whose
-    jobs all failed is in neither result.
-    sums: references to the small sums.
+    Return the sums by group, and the groups whose sum was lost with a node. A group whose jobs all
+    failed is in neither result.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []
@@ -127,8 +125,8 @@ def fetch_sums(
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
     """Start to add up the sums of consecutive groups; return a reference to the total.
 
-    Each node adds up the sums that it has. If a subtree has sums on several nodes, the sum of one
-    half is sent to the node of the other half.
+    Each node adds up its sums. Half of a subtree on several nodes is sent to the node of the second
+    half.
     parts: the sums, in the order of the summation tree.
     """
     if len(parts) == 1:

@@ -135,7 +135,6 @@ class RowWriter:
     def store_bytes(self, version_bytes: int, result_floats: int) -> int:
         """Return the bytes in the object store when all updates of a round have arrived.
 
-        These are versions, results of calls and client states, partly estimated.
         version_bytes: the bytes of all versions in the store.
         result_floats: the number of floats in unused updates and sums of updates.
         """

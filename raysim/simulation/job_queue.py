@@ -45,9 +45,9 @@ class JobQueue:
 
         At most `MAX_PASSED_JOBS` jobs are passed over.
 
-        accepts: returns True if the worker accepts the job in its first argument. Its second
-        argument is True until a job is accepted.
-        max_work: no more jobs are added once the accepted jobs have this many samples in total.
+        accepts: returns True if the worker accepts a job. The second argument is True until it
+        accepts one.
+        max_work: no more jobs are added once the accepted jobs have this many samples.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

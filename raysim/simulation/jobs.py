@@ -26,7 +26,7 @@ class JobState(enum.StrEnum):
     """The state of a job, from the plan to its end.
 
     PLANNED: the base version of the job does not exist yet.
-    DISPATCHED: the base version exists. It is not known yet whether the update will be aggregated.
+    DISPATCHED: it is not known yet whether the update will be aggregated.
     IN_FLIGHT: the update will be aggregated. The job waits or trains, or its update waits.
     FAILED: the job raised an error, or its result is not finite.
     LOST: the client dropped out.

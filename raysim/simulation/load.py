@@ -48,11 +48,11 @@ class _Traffic:
 class VaryingTensors:
     """The tensors of one method whose sizes change from version to version.
 
-    Sizes are numbers of floats. The keys are full names of tensors, "method.name".
+    Sizes are numbers of floats, by the tensors' full names "method.name".
     sent: the sizes in version 0 of tensors that the server sends to clients.
     uploaded: the sizes in version 0 of tensors that clients send to the server.
-    planned: for each tensor in `uploaded`, a function that returns its size. The argument is the
-    total size of all tensors in `sent` that the client received.
+    planned: for each tensor in `uploaded`, a function from the size of all received tensors to its
+    size.
     """
 
     sent: Mapping[str, int]
@@ -70,8 +70,8 @@ class VaryingTensors:
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
         """Return how much larger than in version 0 a job's download and upload are, in floats.
 
-        floats_of: function that returns the size, in floats, of a tensor that the job's client
-        receives. Its argument is the tensor's full name, "method.name".
+        floats_of: returns the size in floats of a tensor that the client receives, by its full name
+        "method.name".
         """
         received = self.received_floats(floats_of)
         down = received - sum(self.sent.values())
@@ -116,10 +116,9 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 class Loads:
     """A callable that computes the `Load` of a job: samples to process, floats received and sent.
 
-    A sample that makes only a forward pass counts as `FORWARD` samples.
     counts: int64 [clients], the number of training samples of each client.
-    sent_floats: function of a client and a tensor's full name, "method.name". It returns how many
-    floats of this tensor the client receives now. None means the sizes of version 0.
+    sent_floats: returns how many floats of a tensor a client receives now. Its arguments are the
+    client and the tensor's full name, "method.name". None means the sizes of version 0.
     """
 
     def __init__(
@@ -197,12 +196,12 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 class StepMessages:
     """The compressed changes between versions, which clients receive in place of the parameters.
 
-    A client receives the changes of all versions since the base version of its last job. It
-    receives the whole parameters if they are smaller, or if it has had no job.
-    words: the size of the change from one version to the next, in 32-bit words.
+    A client receives the changes since the base version of its last job. It receives the whole
+    parameters if they are smaller, or if it has had no job.
+    words: the size of a change from one version to the next, in 32-bit words.
 
-    The attribute `received`, int32 [clients], is the base version of each client's last job; -1 for
-    a client without a job.
+    The attribute `received`, int32 [clients], is the base version of each client's last job; -1
+    without a job.
     """
 
     def __init__(self, words: int, parameters: int, clients: int):
@@ -255,8 +254,8 @@ class PeerLoads:
 class ChoiceLoads:
     """A callable that computes the `Load` of a job if clients choose their replica by its loss.
 
-    A client receives all replicas and computes the loss of each on its training samples. It trains
-    the replica with the smallest loss, and sends this replica's number with its update.
+    A client receives all replicas and computes their losses on its training samples. It trains the
+    best replica, and sends this replica's number with its update.
     loads: computes the load of a job in a run with one replica.
     """
 
@@ -292,10 +291,8 @@ def make_planner(
 ) -> Planner:
     """Return the planner of a run that has not begun.
 
-    network: the run's topology as `make_network` returns it; None calls `make_network`.
-    sent_floats: function of a client and a tensor's full name, "method.name". It returns how many
-    floats of this tensor the client receives with the current version. None means the sizes of
-    version 0.
+    network: the run's topology; None calls `make_network`.
+    sent_floats: as in `Loads`.
     """
     if network is None:
         network = make_network(spec, declarations, fleet)

@@ -220,9 +220,9 @@ def make_replicas(
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
     """Return each client's sample count for a replica, and how many clients never train it.
 
-    Unseen clients and clients of other replicas never train it. The counts are int64 [clients]: the
-    number of training samples, or 0 if the client never trains the replica.
-    replica_of: int [clients], the number of the replica that serves each client.
+    Unseen clients and clients of other replicas never train it. The counts are int64 [clients], 0
+    for clients that never train it.
+    replica_of: int [clients], the replica that serves each client.
     """
     partition = spec.data.partition
     is_member = replica_of == replica
@@ -246,9 +246,8 @@ def _drawn_vector(
 ) -> Tensor:
     """Return a copy of the shared vector in which the model's tensors have new random values.
 
-    Tensors of further networks, such as a method's discriminator, keep the values of `vector`.
-    vector: float [layout.shared], the initial shared vector.
-    replica: each replica gets different random values.
+    Tensors of further networks, such as a method's discriminator, keep the values of `vector`,
+    float [layout.shared]. Each replica gets different random values.
     Raises ValueError if a layer of the model cannot draw initial values.
     """
     with torch.random.fork_rng(devices=[]):

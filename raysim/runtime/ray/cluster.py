@@ -163,12 +163,10 @@ def reserve(
 ) -> Iterator[PlacementGroup]:
     """Wait until Ray has reserved a run's resources; release them at the end of the context.
 
-    Inside a trial of a sweep, yield the placement group of the trial, and do not remove it.
+    Inside a trial of a sweep, yield the placement group of the trial, and do not release it.
     bundles: the resources to reserve.
-    name: the name of the placement group in Ray.
-    say: function that gets a text about what the run waits for.
-    Raises ValueError if the resources are not reserved after `options.wait` seconds.
-    Raises NoRoomError if the cluster becomes too small meanwhile.
+    Raises ValueError after `options.wait` seconds, and NoRoomError if the cluster becomes too
+    small.
     """
     outer = ray.util.get_current_placement_group()
     if outer is not None:
@@ -192,9 +190,8 @@ def _wait_for(
 ) -> None:
     """Wait until Ray has reserved the resources of a placement group.
 
-    bundles: the resources that the group reserves.
-    Raises ValueError if the resources are not reserved after `options.wait` seconds.
-    Raises NoRoomError if the cluster becomes too small meanwhile.
+    Raises ValueError after `options.wait` seconds, and NoRoomError if the cluster becomes too
+    small.
     """
     since, has_said = time.monotonic(), False
     while not group.wait(1 if has_said else QUICK_PLACEMENT_S):

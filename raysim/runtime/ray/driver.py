@@ -70,10 +70,10 @@ def plan_workers(
 ) -> Size:
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
-    If the cluster is too small, ask Ray's autoscaler for nodes, and wait up to `runtime.wait`
-    seconds. Do not wait if `runtime.wait` is null, or if the cluster is only on this machine.
+    Wait up to `runtime.wait` seconds for nodes of Ray's autoscaler. Do not wait if `runtime.wait`
+    is null, or if the cluster is only on this machine.
     concurrency: the number of clients in flight.
-    measure: function that measures the memory of a job.
+    measure: measures the memory of a job.
     Raises NoRoomError if the cluster is still too small.
     """
     wait_s = options.wait or 0.0
@@ -104,11 +104,10 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is null, the nodes' CPUs, GPUs and memory decide the number. Then it is at
-    most `concurrency`, the number of clients in flight. In a cluster that raysim has joined,
-    resources that other runs use are not counted. Inside a trial of a sweep, the trial's placement
-    group decides.
-    measure: function that trains one job and returns the memory that it needs.
+    If `runtime.workers` is null, the nodes decide the number, up to `concurrency` clients in
+    flight. In a cluster that raysim has joined, resources that other runs use are not counted.
+    Inside a trial of a sweep, the trial's placement group decides.
+    measure: trains one job and returns the memory that it needs.
     Raises ValueError if the cluster is too small.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
@@ -234,7 +233,6 @@ def _choose_gpu_share(
 
     If `runtime.gpus` is null, the share is 1 / n. n is the number of workers for which a GPU has
     memory, or less if the run needs fewer workers.
-    per_worker: the resources of a worker.
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.
@@ -283,9 +281,6 @@ def run(
 ) -> Iterator[Event]:
     """Run on the connected cluster, in a placement group of the run; yield the run's events.
 
-    schedule: when clients are dispatched and their updates are aggregated.
-    fleet: the rule that draws the clients' devices.
-    size: the number of workers and their resources.
     options: the settings `runtime.*`; None uses their defaults.
     folder: where the model and the checkpoints are written; "" writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
@@ -358,12 +353,10 @@ def _receive(
 ) -> Iterator[Any]:
     """Yield the coordinator's messages; print a warning if none comes for a long time.
 
-    messages: Ray's generator of references to messages.
-    timeout: the most seconds to wait for a message (`faults.timeout`); None waits forever.
-    extra_s: the first message may take this many seconds longer than `timeout`. Each later message
-    may take `REPLACEMENT_TIMEOUT_S` seconds longer.
-    write_coordinator_stacks: function that writes the coordinator's call stacks into a file. It
-    returns the file's path, or None if there are no stacks.
+    timeout: the most seconds to wait for a message; None waits forever. The first message may take
+    `extra_s` seconds longer, and later ones `REPLACEMENT_TIMEOUT_S` seconds.
+    write_coordinator_stacks: writes the coordinator's call stacks into a file. It returns the
+    file's path, or None without stacks.
     Raises ProcessLostError if no message comes in time.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s

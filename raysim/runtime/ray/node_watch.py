@@ -137,9 +137,8 @@ class NodeWatch:
     """A thread that asks every few seconds whether the nodes of a cluster answer.
 
     The attribute `lost` maps Ray's identifier of each lost node to a `LostNode`. A node is lost if
-    it does not answer for `timeout_s` seconds, or if it has left or will leave the cluster.
-    timeout_s: if it is infinity, this thread asks no node. Then a node is lost only if Ray declares
-    it dead or draining.
+    it does not answer for `timeout_s` seconds, or if Ray declares it dead or draining. If
+    `timeout_s` is infinity, no node is asked.
     """
 
     def __init__(self, timeout_s: float):

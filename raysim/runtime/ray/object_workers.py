@@ -28,12 +28,11 @@ def object_workers(
     """Start Ray actors, each with one object `kind(spec)`; end them when the context ends.
 
     Yield the runtime with which the caller calls methods of these objects.
-    kind: the class of the objects. It needs a method `ready`.
-    options: the settings `runtime.*`. If `runtime.workers` is None, as many actors start as fit on
-    the nodes.
-    device: the device of each actor, for example "cuda".
+    kind: a class with a method `ready`.
+    options: if `runtime.workers` is None, as many actors start as fit on the nodes.
+    device: the device of each actor, such as "cuda".
     threads: the number of threads of each actor.
-    most: the largest number of actors to start.
+    most: the largest number of actors.
     Raises ValueError if Ray does not start or the cluster is too small.
     """
     with connection(options):

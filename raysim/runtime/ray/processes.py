@@ -103,8 +103,8 @@ _waiting: _WaitingProcesses | None = None  # of this process, which has one Ray 
 def keep_processes(name: str) -> Iterator[None]:
     """Let all runs in this context use the same processes, which saves seconds for each run.
 
-    A run gets new processes after a failed run, or if it needs other resources or another number of
-    workers. An inner `keep_processes` has no effect.
+    A run gets new processes after a failed run, or if it needs other resources. Inside another
+    `keep_processes`, this one has no effect.
     name: the beginning of the names of the processes in Ray's dashboard.
     """
     global _waiting
@@ -162,8 +162,6 @@ def start_processes(
     """Return the workers and the coordinator of a run.
 
     Processes that were kept after an earlier run are used if they fit.
-    size: the number of workers and their resources.
-    say: function that gets a text if the run must wait for resources.
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.

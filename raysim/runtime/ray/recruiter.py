@@ -45,11 +45,9 @@ class Growth:
 
     group: the placement group of the workers that the run began with.
     per_worker: the resources that a worker reserves.
-    most: the largest number of workers that the run may have.
-    start: function that starts and returns the actor of a worker. Its arguments are the worker's
-    number, its place, and `content`.
-    content: a list with a reference to the data set's file in the object store; [] if the file is
-    not stored yet.
+    most: the largest number of workers of the run.
+    start: starts and returns a worker's actor, from the worker's number, its place, and `content`.
+    content: a reference to the data set's file in the object store; [] if it is not stored yet.
     """
 
     group: PlacementGroup
@@ -106,9 +104,8 @@ class Recruiter:
 
         A lost worker keeps its number and its bundle. A new worker has the number -1; this function
         reserves resources for it.
-        free_workers: the numbers of the lost workers whose bundles may be used again.
-        active: the number of workers that count towards `Growth.most`: workers in use, and lost
-        workers that are never started again.
+        free_workers: the lost workers whose bundles may be used again.
+        active: the number of workers that count towards `Growth.most`.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
