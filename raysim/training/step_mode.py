@@ -106,9 +106,9 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    Recorded steps on a GPU have several lanes, except for large models. On a CPU, raysim's small
-    linear networks have several lanes in steps that are not recorded. Enough clients must be in
-    flight, and the median client must have enough full batches.
+    Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps on a CPU
+    have several lanes for small linear networks of raysim, if enough clients are in flight and have
+    enough full batches.
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):

@@ -51,8 +51,8 @@ class RunningJob:
 
     cycle: the stages of each training step; after the last entry the first one follows again.
     batches: the batches on which the job has not trained yet.
-    losses: the task loss of each step that has one.
-    initial_state: the names of the client state's tensors when the job began.
+    losses: the task losses of the steps so far.
+    initial_state: the names of the client state's first tensors.
     result: what a method that trains by itself (`run.train`) returned; else None.
     """
 

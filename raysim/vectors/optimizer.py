@@ -396,7 +396,7 @@ class Optimizers:
 
         like: tensors with the shapes of the parameters.
         shared: the slices of the vector that this optimizer changes and that clients share.
-        rate_factor: the stage's factor on the learning rate, times the factor of `local.rates`.
+        rate_factor: the factor on the learning rate.
         """
         if name not in self._working:
             optimizer = LocalOptimizer(settings)

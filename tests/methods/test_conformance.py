@@ -151,9 +151,9 @@ class Row:
     """A method with small settings, and what the tests expect of it.
 
     plain: settings with which the method equals FedAvg, by their description.
-    uploads: the tensors that the method uploads in addition to the update.
+    uploads: the tensors that it uploads in addition to the update.
     personal: True if parameters stay on the clients.
-    private: True if the method has a client state, which must not be in any message.
+    private: True if the method has a client state, which no message may contain.
     contributes: True if clients send tensors before round 0.
     as_fedavg: True if the shared model always equals that of FedAvg.
     """

@@ -36,11 +36,11 @@ class Aggregated:
     """The state right after an aggregation.
 
     taken: the aggregated jobs.
-    waiting: the arrived jobs that are not aggregated yet, in order of arrival.
+    waiting: the arrived jobs that are not aggregated yet, in order.
     running: the jobs in flight.
     cohorts: how many times clients were drawn so far.
     sent, arrivals: how many jobs were dispatched and have arrived so far.
-    turns: how many jobs of each client were dispatched.
+    turns: each client's number of dispatched jobs.
     """
 
     time_s: float

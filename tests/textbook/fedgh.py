@@ -29,11 +29,10 @@ def fedgh(
 ) -> Book:
     """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    If two updates conflict, each one loses its projection on the other update's original.
+    If updates a and b conflict, a loses its projection on the original b, and b on the original a.
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
-    conflict_test: "original" changes both updates if the dot product of their originals is
-    negative. "current" changes an update if its present dot product with the other original is
-    negative.
+    conflict_test: "original" changes both if the dot product of their originals is negative.
+    "current" changes a if the dot product of the present a and the original b is negative.
     tensor: True treats each tensor of the parameters separately.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
@@ -77,8 +76,8 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
 
     1. Sorted by the dot product with a reference r, the largest and the smallest vector form a
     pair, then the next ones.
-    2. The sum a + b replaces a pair. If a and b conflict, each first loses its projection on the
-    other original.
+    2. The sum a + b replaces a pair. If a and b conflict, a first loses its projection on b, and b
+    its projection on the original a.
     3. Steps 1 and 2 are repeated. If the last two vectors conflict, a loses its projection on b.
     Then b loses <a, b> / |a'|^2 a', with the changed a' and the original <a, b>. The step is the
     sum of the last two, divided by the number of updates.

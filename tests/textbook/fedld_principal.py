@@ -1,4 +1,4 @@
-"""FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), with or without its local loss.
+"""FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), and its local loss.
 
 The sign of a principal direction is chosen as in eq. (6), towards the mean update; this does not
 change the result. Clients are weighted by samples.

@@ -52,8 +52,8 @@ def moon(
     The contrastive loss pulls features to those of the received model, and away from those of the
     client's earlier models.
     tau: the temperature.
-    projection: the widths of the two layers of the projection; empty: there is none.
-    pool: the largest number of earlier models that are used, the newest ones.
+    projection: the widths of the two projection layers; empty: no projection.
+    pool: the largest number of earlier models, the newest ones.
     """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (

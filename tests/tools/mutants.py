@@ -5,9 +5,9 @@
     # some of them again, with all tests:
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-A mutant, the source with one change, runs in a copy of the working tree. `coverage` shows which
-tests run its line (--map reuses an earlier result). After a few quick tests, others follow for at
-most --cap seconds of CPU time (0: all).
+A mutant is the source with one change, in a copy of the working tree. `coverage` shows which tests
+run its line (--map reuses an earlier result). After a few quick tests, others follow for at most
+--cap seconds of CPU time (0: all).
 
 Ids stay the same for the same source, --seed, --count and --only. Mutants that no test can notice
 are in equivalent_mutants.toml, with the reason.

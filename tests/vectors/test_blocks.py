@@ -125,8 +125,8 @@ def rule(into, given):
 def load_rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
     """Write the file rule.py with a function rule(into, given), and return this function.
 
-    rule sets into[i] to scale * given[i] + constant. All files have the same size and time, so a
-    cache of machine code can only tell them apart by their content.
+    rule sets into[i] to scale * given[i] + constant. All files have the same size and time, so that
+    only their content differs.
     scale, constant: numbers of three characters, such as 2.0.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
