@@ -8,7 +8,8 @@ Learning by Seeking Flat Minima" (ECCV 2022):
     adaptive (FedASAM):    eps = rho T^2 g / |T g|
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-F is the loss at the parameters theta, and T is |theta| + eta. MoFedSAM is `method=fedsam+fedcm`.
+F is the loss at the parameters theta, and T has the absolute values of theta plus eta. MoFedSAM is
+`method=fedsam+fedcm`.
 
 Departures from the paper
 - Norms include BatchNorm's weight and bias.
@@ -52,7 +53,7 @@ def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
     """Return FedASAM's shift to a point with a higher loss, [n]: rho T^2 g / norm(T g).
 
-    T is |params| + eta, elementwise.
+    T has the absolute values of `params` plus eta.
 
     params, grad: the parameters and the gradient g, [n].
     rho: the norm of shift / T.

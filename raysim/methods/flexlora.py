@@ -10,8 +10,8 @@ and U S V' a singular value decomposition:
 Client i of rank r_i receives the first r_i columns of B and rows of A.
 
 Departures from the paper
-- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0), with the factors B_i^0 and A_i^0
-  that client i received.
+- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0), with the server's current product
+  B A and the factors B_i^0 and A_i^0 that client i received.
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - If P has a rank k below r, rows k + 1 to r of A do not change, and columns k + 1 to r of B become

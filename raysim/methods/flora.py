@@ -1,8 +1,8 @@
 """FLoRA: stack the factors of all clients, and add their product to the frozen weights.
 
 Source: Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
-Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s B A, and client i has the
-weight p_i:
+Adaptations" (NeurIPS 2024), Algorithm 1. A layer with the frozen weight W0 uses W0 + s B A. Client
+i has the weight p_i:
 
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0

@@ -200,13 +200,13 @@ class FRAug(Method):
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.
-    ramp: rho in round t: exp(gamma (t - T)) for "exp", exp(-gamma (1 - t/T)^2) for "laine_aila", 1
-    - 1 / (gamma t + 1) for "reciprocal", 1/2 for "constant".
+    ramp: the formula of rho in round t. "exp" is exp(gamma (t - T)), "reciprocal" is
+    1 - 1 / (gamma t + 1), and "constant" is 1/2. "laine_aila" is exp(-gamma (1 - t/T)^2).
     gamma: the constant in the formula of `ramp`.
-    ramp_rounds: multiplies gamma by ramp_rounds / T, except for "laine_aila". None does not change
-    gamma.
+    ramp_rounds: the number of rounds for which gamma was chosen, 300 in the paper. gamma is
+    multiplied by ramp_rounds / T, except for "laine_aila". None does not change gamma.
     weight: the upper limit of beta, the weight of synthetic features in the classifier's loss.
-    residual: replaces rho in the classifier's loss; None uses rho.
+    residual: replaces rho in the synthetic features of the classifier's loss; None uses rho.
     prototype_weight: mu, the weight of a batch in a prototype.
     prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2).
     use_generator: False lets RTNet transform the noise itself.
@@ -214,7 +214,8 @@ class FRAug(Method):
     authors' code.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
-    The paper's Table 3 has use_generator=False, use_rtnet=False, prototype_weight=1 and residual=1.
+    The ablations of the paper's Table 3 are use_generator=False, use_rtnet=False,
+    prototype_weight=1 and residual=1.
     """
 
     name = "fraug"

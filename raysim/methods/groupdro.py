@@ -42,7 +42,7 @@ def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size:
     A participant's q is multiplied by exp(step_size * loss), without overflow.
 
     weights: [N], q before the round, above 0.
-    losses: [M], of the participants.
+    losses: [M], the losses of the participants.
     indices: int64 [M], the numbers of the participants.
     """
     updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)

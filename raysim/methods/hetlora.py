@@ -1,7 +1,7 @@
 """HetLoRA: adapters whose ranks differ between clients, padded with zeros and averaged.
 
 Source: Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models"
-(EMNLP 2024). A layer's adapter has the product B A. Client i has the rank r_i:
+(EMNLP 2024). A layer's adapter has the product B A. Client i has the rank r_i and the loss F_i:
 
     receive     the first r_i columns of B and rows of A
     train       the loss F_i + lam S_i,  S_i = sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|

@@ -42,7 +42,7 @@ def envelope_shift(
 ) -> Tensor:
     """Train the personal parameters theta on a batch; return the shift theta - w, [n].
 
-    theta starts at the shared parameters w. The loss gets the term lam / 2 |theta - w|^2.
+    theta starts at the shared parameters w. The term lam / 2 |theta - w|^2 is added to the loss.
 
     grad: [n], the gradient of the loss at w.
     gradient_at: returns the gradient of the loss at w + shift for a shift [n].
@@ -59,7 +59,7 @@ class PFedMe(Method):
     """A method in which each client trains a personal model that is pulled to the shared model.
 
     steps: the number of steps of the personal model on each batch.
-    lam: the loss gets lam / 2 times the squared distance to the shared model.
+    lam: the personal loss includes lam / 2 times the squared distance to the shared model.
     personal_lr: the learning rate of the personal model.
     beta: the server's learning rate.
     """

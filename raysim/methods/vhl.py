@@ -166,7 +166,8 @@ class Vhl(Method):
     virtual: the number of virtual images.
     virtual_batch: the number of virtual images in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
-    align_epochs: the first epochs of a job align features; with local.steps, all steps do.
+    align_epochs: the number of epochs, from the start of a job, in which features are aligned. With
+    local.steps, all steps align features.
     """
 
     name = "vhl"

@@ -329,7 +329,8 @@ def _check_shapes(
 
     name: `model.name`, for the error.
     mismatched: names of weights with their shapes in the file and in the model.
-    head_size: the outputs of the head, which may differ; None requires equal shapes.
+    head_size: the number of outputs of the head, whose weights may differ; None requires equal
+    shapes there.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):

@@ -56,8 +56,8 @@ class Report:
 
         Columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down and up
         together. "final_std" is the sample standard deviation over seeds; without several seeds, it
-        is the population's over the last ten scores. With tests, "final_mark" is † or ‡ for
-        significantly better or worse than the first setting with the same data and split.
+        is the population standard deviation of the last ten scores. With tests, "final_mark" is †
+        or ‡ for significantly better or worse than the first setting with the same data and split.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 

@@ -24,7 +24,7 @@ def better_direction(
     """Return +1 if a higher value is better, -1 if a lower one is better, 0 if it is unknown.
 
     metric: a key of the summary.
-    is_error: decides for scores of the main metric, such as "final"; True if lower ones are better.
+    is_error: True if lower scores of the main metric, such as "final", are better.
     lower, higher: the metrics for which a lower or a higher score is better.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):

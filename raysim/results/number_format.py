@@ -68,8 +68,8 @@ class UnitFormat:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
         value: None, for a missing number, becomes "–".
-        like: a mean, whose number of decimals its deviation `value` gets. None gives at most three
-        significant digits, or no decimals.
+        like: the mean to which the standard deviation `value` belongs; both get equally many
+        decimals. None gives at most three significant digits, or no decimals.
         unit_of: a number that decides the prefix in place of `like` or `value`.
         """
         text = format_count(value, like=like, unit_of=unit_of)
@@ -89,8 +89,8 @@ def format_count(
     """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
     value: None, for a missing number, becomes "–".
-    like: a mean, whose number of decimals its deviation `value` gets. None gives at most three
-    significant digits, or no decimals.
+    like: the mean to which the standard deviation `value` belongs; both get equally many decimals.
+    None gives at most three significant digits, or no decimals.
     unit_of: a number that decides the prefix in place of `like` or `value`.
     """
     if value is None:
@@ -119,8 +119,8 @@ def format_seconds(
     """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
     value: the time in seconds; None, for a missing time, becomes "–".
-    like: a mean in seconds, whose number of decimals its deviation `value` gets. None gives at most
-    three significant digits, or no decimals.
+    like: the mean, in seconds, to which the standard deviation `value` belongs; both get equally
+    many decimals. None gives at most three significant digits, or no decimals.
     unit_of: a time in seconds that decides the unit in place of `like` or `value`.
     """
     if value is None:
@@ -146,7 +146,7 @@ def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> Format
     """Return a function that formats all numbers of a column with the same unit.
 
     It is the unit that fits the smallest number. Return `show` unchanged if the largest is more
-    than `MAX_UNIT_RATIO` times the smallest, if `show` writes no units, or without numbers.
+    than `MAX_UNIT_RATIO` times the smallest, if `show` writes no units, or if there are no numbers.
     values: None, nan and 0 are ignored.
     """
     sizes = [abs(value) for value in finite_values(values) if value]

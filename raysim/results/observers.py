@@ -93,7 +93,7 @@ class CurrentRun:
     thresholds: `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, with the earlier rounds of a resumed run.
     finished: the event that ends the run; None before.
-    profile: None before the end, and without `profile=true`.
+    profile: the division of the wall time; None before the end, or without `profile=true`.
     pictures: the paths of the pictures, drawn at the end.
     url: the address of a copy of the run's folder, without a password; "" if there is none.
     """

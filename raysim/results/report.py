@@ -380,7 +380,7 @@ def as_sentence(text: str) -> str:
 def comparison_table(
     groups: Sequence[RunGroup], width: int = 0, view: TableView = USUAL_VIEW
 ) -> str:
-    """Return the comparison as text, with a row for each setting, or for each run without seeds.
+    """Return the comparison as text: a row for each run, or each setting if it has several seeds.
 
     Options that all runs share are above the table. Lines below explain its marks.
     groups: one group of runs for each setting.

@@ -30,10 +30,10 @@ RESOURCE_KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}
 class RayOptions:
     """The settings `runtime.*`: the number of workers, their resources, and where they are.
 
-    workers: the number of workers; None lets raysim choose.
-    cpus, gpus: the CPUs and GPUs that each worker reserves. cpus=None reserves a CPU for each of
-    its threads; gpus=None lets raysim choose.
-    resources: other resources that each worker reserves, by name.
+    workers: None lets raysim choose.
+    cpus, gpus: the CPUs and GPUs of each worker. cpus=None reserves a CPU for each of its threads;
+    gpus=None lets raysim choose.
+    resources: other resources of each worker, by name.
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
@@ -43,8 +43,8 @@ class RayOptions:
     choose how many workers share a GPU. A sweep never measures.
     combine: True lets each node add up the sums of its workers; False sends every sum to the
     coordinator. None means True for models of at least 262,144 floats. Results are bit-identical.
-    mixed: True allows processes with different hardware or software, so that a repetition may not
-    be bit-identical.
+    mixed: True allows processes with different hardware or software; a repetition may then not be
+    bit-identical.
     """
 
     workers: int | None = None

@@ -293,8 +293,8 @@ class RayRuntime:
     start: starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has the number 0.
-    combine_from: with models of so many floats or more, each node adds up the sums of its workers;
-    infinity for none.
+    combine_from: if the model has at least this number of floats, each node adds up the sums of its
+    workers.
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared; None
     compares nothing.
