@@ -165,11 +165,9 @@ def words_of_positions(count: int, length: int) -> int:
 def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     """Pack ascending positions below `length` into words; return uint32 [words].
 
-    This is the code of Elias (1974) and Fano (1971). It takes about 2 + log2(length / n) bits for
-    each of the n positions. The size depends only on `length` and n.
-
-    The result has two strings of bits. The first one has the l lowest bits of each position;
-    `_low_bits` returns l. In the second one, bit i + floor(positions[i] / 2^l) is 1 for each i.
+    The code of Elias (1974) and Fano (1971) takes about 2 + log2(length / n) bits for each of the n
+    positions. First come the l lowest bits of each position, see `_low_bits`. In the string of bits
+    after them, bit i + floor(positions[i] / 2^l) is 1 for each i.
     """
     count, low = len(positions), _low_bits(len(positions), length)
     lowest = pack(positions & ((1 << low) - 1), low)

@@ -1,17 +1,18 @@
 """PowerSGD: a product of two thin matrices in place of each matrix.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization" (NeurIPS 2019), Algorithm 1. For each matrix M [n, m] of the model, a
-message has the matrices P [n, r] and Q [m, r], where r is the rank:
+Distributed Optimization" (NeurIPS 2019), Algorithm 1.
+
+For each matrix M [n, m], a message has P [n, r] and Q [m, r], where r is the rank:
 
     P <- orthogonalise(M Q)    with the Q of the sender's previous message
     Q <- M' P                  M' is the transpose of M
     C(M) = P Q'
 
-Before the first message, Q has normal random numbers, which are the same for all senders.
+The first Q has normal random numbers, which are the same for all senders.
 
 Departures from the paper
-- Each client has its own P and Q, and sends both. In the paper the workers average P, and then Q.
+- Each client sends its own P and Q. In the paper the workers average P, and then Q.
 - The paper uses error feedback. To use it, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition, in place of Gram-Schmidt.
 
@@ -158,12 +159,10 @@ class PowerSGD(Compressor):
     ) -> np.ndarray:
         """Return the message for a vector; the function `read` may compute the vector's entries.
 
-        values: float32 [layout.trained], the vector to send. Entries that `read` computes are
-        undefined at first.
+        values: float32 [layout.trained]. Entries that `read` computes are undefined at first.
         kept: the matrices Q of the sender's last message, concatenated.
-        read: a function that takes a slice and returns the vector's entries there. It must also
-        write entries that it computes into `values`. It is called once for each entry, before any
-        other use.
+        read: takes a slice, returns the vector's entries there, and writes computed ones into
+        `values`. Each entry is read once, before any other use.
         """
         parts: list[Tensor] = []
         used = 0

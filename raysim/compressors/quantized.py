@@ -12,14 +12,12 @@ An entry v_i becomes C(v)_i, with a random number u that is uniform in [0, 1):
     fedpaq    the same as qsgd, with one bucket for all parameters
     terngrad  C(v)_i = m sign(v_i) if |v_i| > m u, else 0
 
-s is the number of levels above 0. |v| is the norm of the bucket that contains v_i; a bucket is a
-range of consecutive entries. m is the largest absolute value in the tensor that contains v_i, after
-clipping.
+s is the number of levels above 0. |v| is the norm of the bucket of consecutive entries that
+contains v_i. m is the largest absolute value of the tensor that contains v_i, after clipping.
 
 Departures from the papers
-- QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
-  bits. The level and the sign of an entry together take 2 bits for s = 1, 3 bits for s = 3, and 4
-  bits for s = 7.
+- QSGD uses fewer bits for frequent levels (Elias coding). Here each level and sign takes 2 bits for
+  s = 1, 3 bits for s = 3, and 4 bits for s = 7.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - In QSGD and TernGrad, v is a gradient. Here v is a client's update or the server's step.
 """
@@ -63,9 +61,7 @@ def _round_randomly(
 
     The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position.
 
-    values: float32 [entries]. With error feedback, the sender's next memory overwrites the entries.
-    For ef14 it is each entry minus its decoded value, for ef21 the old memory plus the decoded
-    values.
+    values: float32 [entries]. With error feedback, the sender's next memory overwrites them.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets], the scale c of each bucket.
     key: the low and the high word of the message's random number, uint32 [2].
@@ -78,7 +74,7 @@ def _round_randomly(
         "ef14"     [entries], to fill with the decoded values    empty
         "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
-    contraction: float32, the number by which decoded values are multiplied under error feedback.
+    contraction: float32, the factor of decoded values under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one
     # instruction. Numba uses 64 bits for a loop's index and for an argument that is a number, but
@@ -127,11 +123,9 @@ def _round_randomly(
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
-    """Decode the digits that `_round_randomly` wrote.
+    """Fill `out` with the decoded digits: c * (k - s) / s for digit k in a bucket with scale c.
 
-    Digit k of a bucket with scale c becomes c * (k - s) / s, where s is `levels`.
-    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    out: float32 [entries], the array to fill.
+    Here s is `levels`, and bucket i has the entries from starts[i] to starts[i + 1] - 1.
     """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
@@ -176,8 +170,8 @@ def _sum_powers(
     """Write the sum, the sum of squares and the largest absolute value of each bucket.
 
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    sums: float64 [buckets, 2], the array to fill with the sums and the sums of squares.
-    largest: float64 [buckets], the array to fill with the largest absolute values.
+    sums: float64 [buckets, 2], to fill with the sums and the sums of squares.
+    largest: float64 [buckets], to fill with the largest absolute values.
     """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
@@ -313,9 +307,9 @@ class _Quantizer(Compressor):
 class QSGD(_Quantizer):
     """A compressor that rounds entries randomly to multiples of norm / s.
 
-    The norm is that of a bucket of entries.
     levels: the number s of levels above 0.
-    bucket: the number of consecutive entries in a bucket. None is one bucket for all, as in FedPAQ.
+    bucket: the number of consecutive entries that share a norm. None is one norm for all, as in
+    FedPAQ.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """

@@ -6,12 +6,12 @@ Entry v_i of the vector is decoded as
     int8     s * round(v_i / s), with s = max |v_j| / 127
     fp8      s * e4m3(v_i / s), with s = max |v_j| / 448
 
-s is the scale of the block of consecutive entries that contains entry i. The maximum is over all
-entries j of this block. e4m3(x) is the number of the 8-bit format E4M3 that is nearest to x.
+The maximum is over the block of consecutive entries that contains entry i. e4m3(x) is the number of
+the 8-bit format E4M3 that is nearest to x.
 
-Sources: for fp8, Micikevicius et al., "FP8 Formats for Deep Learning" (2022). For blocks with a
-common scale, Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
-Quantization" (ICLR 2022). The levels of int8 are uniform here.
+Sources: for fp8, Micikevicius et al., "FP8 Formats for Deep Learning" (2022). For blocks, Dettmers,
+Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). The
+levels of int8 are uniform here.
 """
 
 from __future__ import annotations
@@ -187,14 +187,13 @@ def _encode_blocks(
 ) -> None:
     """Compute the scale of each block, and encode each value divided by this scale.
 
-    The scale is the largest absolute value of the block, divided by `largest`.
-    values: float32 [entries].
+    The scale is the block's largest absolute value, divided by `largest`.
     bits, scale_bits, quotient_bits: the memory of `values`, `scales` and `quotients`, as int32.
     largest: the largest absolute value of an encoded number, such as 127.
-    scales: the array to fill with the scales, float32 [blocks].
+    scales: float32 [blocks], the array to fill with the scales.
     quotients: working memory, float32 [block].
-    codes: the array to fill, uint8 [entries].
-    is_integer: True encodes as integers of 8 bits, False as floats of the format E4M3.
+    codes: uint8 [entries], the array to fill.
+    is_integer: True encodes as integers of 8 bits, False in the format E4M3.
     """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
@@ -276,7 +275,7 @@ def _decode_floats(
 class Blocks(_Partwise):
     """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
-    Subclasses set `dtype`, the type of the numbers, and `largest`, their largest absolute value.
+    Subclasses set `dtype` and the largest absolute value of a number, `largest`.
     block: the number of entries that share a scale, which is a float of 32 bits.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.

@@ -51,10 +51,9 @@ def _collect(
     Return their number, or len(positions) + 1 if they may not fit into `positions`.
     values: float32 [d], finite.
     memory: float32 [d], finite; an empty array stands for zeros.
-    flags: an array for intermediate values, uint8 [CHUNK].
-    words: the same bytes as `flags`, viewed as uint64.
-    positions: the array to fill with the positions of the entries, in ascending order.
-    entries: float32, as long as `positions`: the array to fill with the entries.
+    flags, words: the same working memory, as uint8 [CHUNK] and as uint64.
+    positions: the array to fill with the ascending positions of the entries.
+    entries: the array to fill with the entries, float32, as long as `positions`.
     """
     # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
     # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
@@ -131,8 +130,8 @@ def _candidates(
     """Find candidates for the largest absolute values in the difference `values - memory`.
 
     Return their ascending positions and their values in the difference. They include the `count`
-    entries with the largest absolute values. Return None if there are too few entries for a search
-    by a sample, if `count` is at least a quarter of them, or if the sample gives no good threshold.
+    entries with the largest absolute values. Return None if a search by a sample does not pay or
+    fails.
 
     values: float32 [d], finite.
     memory: float32 [d], finite; an empty array stands for zeros.

@@ -7,9 +7,9 @@
     def test_part_passes_all_checks(check):
         check()
 
-`checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a selection,
-a topology, a fleet, a compressor or an observer. A check makes a few tiny runs in this process. It
-raises AssertionError if the part fails, or the error that stopped a run.
+`checks` takes a method, a learner, a model, a source, a partition, a schedule, a selection, a
+topology, a fleet, a compressor or an observer. A check makes a few tiny runs in this process. If
+the part fails, it raises AssertionError or the error that stopped a run.
 """
 
 from __future__ import annotations

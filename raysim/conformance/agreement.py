@@ -52,10 +52,10 @@ def check_workers(
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
     """Check that writing a checkpoint and resuming from it do not change a run's results.
 
-    Three runs of five rounds must be bit-identical and have the same history: without checkpoints,
-    with a checkpoint after round 3, and resumed from this checkpoint.
+    Runs without checkpoints, with one after round 3 of 5, and resumed from it must be bit-identical
+    and have the same history.
     make: function that returns the run. Each call makes new method objects.
-    fleet: the fleet of the run; None uses `Lognormal`.
+    fleet: None uses `Lognormal`.
     """
     straight = run(make(), schedule, fleet, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,10 +74,10 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 def check_recorded(make: Make, **settings: Any) -> None:
     """Check that a run has the same results with and without recorded steps, up to rounding.
 
-    Without a GPU, the replay is simulated. The check fails if code of the step reads the value of a
-    tensor, as `.item()` does. It passes if raysim refuses to train several clients at once.
+    Without a GPU, the replay is simulated. The check fails if a step reads the value of a tensor,
+    as `.item()` does. It passes if raysim refuses lanes for the run.
     make: function that returns the run, in float64. Each call makes new method objects.
-    settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
+    settings: settings to change, such as rounds=3; `runs.with_settings` lists them.
     """
     with contextlib.suppress(LanesError):
         loop, other = (

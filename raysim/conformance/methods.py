@@ -109,11 +109,11 @@ def check_declarations(make: Make) -> None:
 class WatchedRun:
     """A finished run with the content of all its messages.
 
-    spy: the runtime of the run, which has stored the messages.
-    uploads: the names of the tensors that clients send next to the update.
-    personal: the names of the networks' tensors that stay on the clients.
-    secrets: client states that no message may contain, as pairs of name and bytes. States are left
-    out if they are short or uniform, or equal to an upload or to most of an update.
+    spy: the runtime, which has stored the messages.
+    uploads: the tensors that clients send next to the update.
+    personal: the networks' tensors that stay on the clients.
+    secrets: pairs of name and bytes of client states that no message may contain. States are left
+    out if they are short, uniform, or equal to an upload or to most of an update.
     """
 
     run: FinishedRun
@@ -212,7 +212,6 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the field that contains one of the secrets, such as "`report`".
 
     Return "a part" if neither an update nor the field `sums` contains a whole secret.
-    secrets: the bytes of client states that the message contains and must not contain.
     """
     parts = [
         vars(answer) if isinstance(answer, Failure) else answer._asdict()

@@ -136,8 +136,8 @@ NODE_BYTES = re.compile(r"node_\d+_(in|out)_bytes")
 class FinishedRun:
     """A finished run, with its coordinator, events and history.
 
-    finished: the last event of the run, with the checksums and the jobs that were still in flight.
-    jobs: the records of all jobs that ended, from the first round to the last one.
+    finished: the last event, with the checksums and the jobs that were still in flight.
+    jobs: the records of all jobs that ended, in the order of the rounds.
     """
 
     coordinator: Coordinator
@@ -214,8 +214,8 @@ def coordinate(
 ) -> Coordinator:
     """Return a coordinator of a run in this process.
 
-    fleet: the fleet of the run; None uses `Lognormal`.
-    runtime: the runtime; None uses one worker in this process.
+    fleet: None uses `Lognormal`.
+    runtime: None uses one worker in this process.
     folder: the folder for checkpoints; "" writes none.
     resume: the folder of the checkpoint to continue from; "" starts a new run.
     settings: settings to change in `spec`, such as rounds=3; `with_settings` lists them.
@@ -261,11 +261,11 @@ def run(
 class Spy(InProcess):
     """A runtime with one worker in this process, which records what it transports.
 
-    sent: each dispatched job, with the version from which it starts.
+    sent: each dispatched job, with its base version.
     trained: the results of training.
     states: the client states that the worker returned.
     contributed: the arrays that clients sent before the first round.
-    constants: the arrays that each client receives only with its first job, by name.
+    constants: the arrays that a client receives only with its first job, by name.
     """
 
     def __init__(self, spec: RunSpec):

@@ -36,9 +36,9 @@ class StoredArrays:
 
     labels: an array [n, ...], a list of labels for each sample, or a `LabelSet` of packed
     dictionaries.
-    users: [n], integers or text; None without users.
-    is_test: bool [n], True for samples of the central test set.
-    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
+    users: [n], integers or text; or None.
+    is_test: bool [n], True in the central test set.
+    fields: a description of each input in a row of `inputs`; () for a single input.
     """
 
     inputs: NDArray[Any]
@@ -105,14 +105,10 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     Inputs are an array, a tensor or a list [n, ...], or a pandas frame of numbers. Images are [n,
     h, w], [n, c, h, w] or [n, h, w, c]. Several inputs are a dictionary or a tuple of arrays.
 
-    Labels have one of these forms; `labels.infer_kind` decides what they mean:
-    - [n], a class or a value for each sample;
-    - [n, values], several values for each sample;
-    - [n, labels], 1 if the sample has the label of the column, else 0;
-    - a list of labels, or a dictionary of arrays, for each sample.
+    Labels are [n], [n, values], [n, labels] with 0 or 1 for each label, or a list of labels or a
+    dictionary of arrays for each sample. `labels.infer_kind` decides what they mean.
 
-    A pair may have a third item: users [n], integers or text. `partition=natural` makes a client of
-    each user.
+    A pair may have a third item: users [n], integers or text, for `partition=natural`.
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")
@@ -186,7 +182,7 @@ def _read_half(
 
     part: (inputs, labels), (inputs, labels, users) or a torch `Dataset`.
     name: "train" or "test", for errors.
-    kind: `data.kind`, which decides what lists of labels mean; None if it is not set.
+    kind: `data.kind`, which decides what lists of labels mean; or None.
     fields: a list that gets a tuple with a description of each input; () for a single input.
     """
     if isinstance(part, TensorDataset):
@@ -278,10 +274,9 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
     """Split a sample that is a dictionary into (input, label) or (input, label, user).
 
-    The label and the user have usual keys, such as "label" and "user". The input is the only
-    remaining value, or a dictionary of all remaining values.
+    Label and user have usual keys, such as "label" and "user". The input is the only remaining
+    value, or a dictionary of all remaining values.
     row: the number of the sample, for errors.
-    name: "train" or "test", for errors.
     """
     names = [str(key) for key in item]
     label = find_column(names, LABEL_NAMES)

@@ -25,8 +25,8 @@ class Pipeline:
     """The normalisation of inputs and their augmentation in training.
 
     mean, std: one number for all channels or one per channel; None only scales images to [0, 1].
-    augment: names of augmentations, applied in the order of `augment_images`.
-    crop_padding: the number of zero pixels that `crop` adds on each side.
+    augment: names of augmentations, see `augment_images`.
+    crop_padding: the pixels of zeros that `crop` adds on each side.
     rotate_degrees: the largest angle of `rotate`.
     crop_area: the smallest and the largest share of the image that `resized_crop` takes.
     jitter: the strength of `jitter`.
@@ -65,7 +65,7 @@ class Pipeline:
 
         Only the augmentations in `augment` are applied and draw random numbers, in this order:
         - resized_crop: a random rectangle, see `crop_boxes`, is stretched to the size of the image.
-        - crop: the image is moved by up to `crop_padding` pixels.
+        - crop: the image moves by up to `crop_padding` pixels.
         - flip: the image is mirrored with probability 1/2.
         - rotate: the image is turned by up to `rotate_degrees` in either direction.
         - jitter: brightness, contrast and saturation get factors from 1 - `jitter` to 1 + `jitter`.
@@ -123,9 +123,9 @@ def _rotation_sources(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the position in the original image from which each pixel of a rotated image comes.
 
-    Positions are row * width + column, int64 [B, h * w]. The second result, bool [B, h * w], is
-    False outside of the image, where the position is 0.
-    degrees: [B], the angle of each image, counter-clockwise.
+    Positions are row * width + column, int64 [B, h * w]. They are 0 where the second result, bool
+    [B, h * w], is False: outside of the image.
+    degrees: [B], counter-clockwise.
     """
     radians = np.deg2rad(degrees)[:, None, None]
     y, x = np.ogrid[:height, :width]

@@ -1,10 +1,8 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
-Documents are joined into a stream of tokens: `end`, document 1, `end`, document 2, `end`, and so
-on. The stream is cut into rows of T inputs, whose labels are the tokens one position later.
-
-No loss is computed for labels that are `IGNORED`: those of a document's prompt, and those that fill
-up the last row of a stream.
+Documents are joined into a stream, with the token `end` before and after each document. The stream
+is cut into rows of T inputs, whose labels are the tokens one position later. Labels of a document's
+prompt, and those that fill up the last row, are `IGNORED`: they have no loss.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Vocabulary:
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
     names: the text of each token.
-    end: the token before each document, and after the last document of a stream.
+    end: the token before and after each document.
     encode: function from a text to its tokens, int64 [tokens].
     decode: function from tokens to their text.
     """
@@ -239,14 +237,14 @@ def pack(
 ) -> Raw:
     """Cut documents into rows of tokens; return the rows as samples with next tokens as labels.
 
-    The label of a document's last token is the token that ends a document. The label is `IGNORED`
-    where the next token belongs to a prompt. Rows without other labels are left out. No row has
-    tokens for training and tokens for testing.
+    The label of a document's last token is the vocabulary's `end`. Labels are `IGNORED` in a
+    prompt, and rows without other labels are left out. No row has tokens for training and for
+    testing.
     length: the largest number of tokens in a row.
     is_packed: True joins all documents of a user before it cuts them into rows. With False, each
     document begins a new row.
     place: the name of the data in errors.
-    origin: a description of the columns that were read, for the plan of a run.
+    origin: the columns that were read, for the plan of a run.
     Raise ValueError if no document is for training.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}
@@ -304,11 +302,11 @@ class DocumentSettings:
     """The settings by which the documents of a table become samples for a language model.
 
     columns: the column of text or of token numbers, in a list. None takes the only such column.
-    prompt: the column of prompts, which stand in front of the row's text without a loss; or None.
+    prompt: the column of prompts, which stand before the text and have no loss; or None.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and the numbers themselves for token numbers.
     padding: the token that ends documents and fills up short samples, for token numbers without a
-    tokenizer. Other documents do not use it.
+    tokenizer.
     length: the largest number of tokens in a sample.
     packing: True joins all documents of a user before it cuts them into samples. False begins a new
     sample with each document. None means False if there are prompts, else True.
@@ -332,8 +330,8 @@ def read_documents(
 ) -> Raw:
     """Turn a table with a document in each row into samples for a language model.
 
-    user: the name of the column of users; None if there is no such column.
-    users: [rows], the user of each document; None if there are no users.
+    user: the column of users, or None.
+    users: [rows], the user of each document, or None.
     is_test: bool [rows], True for documents that are for testing.
     place: the name of the table in errors.
     Raise ValueError if the documents are not in one column of text or of token numbers.

@@ -70,9 +70,9 @@ def find_label(names: Sequence[str], place: str) -> str:
 def label_column(names: Sequence[str], label: str | None, fallback: str, place: str) -> str:
     """Return the name of a table's column of labels.
 
-    label: `data.label`, which names the column; None if it is not set.
-    fallback: `data.label_column`, which names it otherwise. If it is "label" and there is no such
-    column, a column with a usual name from `LABEL_NAMES` is taken.
+    label: `data.label`, which names the column; or None.
+    fallback: `data.label_column`, which names it otherwise. In place of a missing "label", a usual
+    name of `LABEL_NAMES` is taken.
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -96,14 +96,13 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and the columns that are not used at all.
 
-    columns: `data.columns`, which are the input. None takes all columns except `known`, columns
-    with row numbers and columns with a usual name of users, such as "client".
+    columns: `data.columns`. None takes all columns except `known`, row numbers and users, such as
+    "client".
     types: the types of all columns, by name.
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
-    Raise ValueError if no column is left, or if columns without numbers would be joined into one
-    input.
+    Raise ValueError if no column is left, or if columns without numbers would be joined.
     """
     if columns is not None:
         return columns, []
@@ -221,9 +220,8 @@ def read_inputs(
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Return the inputs of all samples as one array, and `Tokens` if they are token numbers.
 
-    columns: several columns of numbers, which are joined, or a single column. A single column has
-    numbers, vectors of one length, token numbers (lists of integers) or text.
-    settings: how text and token numbers become rows.
+    columns: several columns of numbers, which are joined, or one column. One column has numbers,
+    vectors of one length, token numbers (lists of integers) or text.
     place: the name of the table in errors.
     Raise ValueError for other columns and for missing values (null).
     """
@@ -371,10 +369,9 @@ def read_label_column(
 ) -> LabelSet:
     """Convert the labels in a column to a `LabelSet`, which raysim can store.
 
-    values: the labels of all rows. Dictionaries, such as {"boxes": ..., "classes": ...}, are of the
-    kind "structure".
-    kind: `data.kind`; None infers the kind from the values.
-    names: the names of the classes or outputs; None if the source does not give them.
+    values: the labels of all rows. Dictionaries of arrays have the kind "structure".
+    kind: `data.kind`; None infers it.
+    names: the names of the classes or outputs, or None.
     place: the name of the table in errors.
     ignore: `data.ignore`, the class that means "no label".
     """
@@ -415,7 +412,7 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
     become a list of lists, and structs a list of dictionaries.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
-    Raise ValueError for a column of another type, and for missing values (null).
+    Raise ValueError for another type and for missing values (null).
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
@@ -507,12 +504,12 @@ def assemble(
     """Return the samples of a data set; training samples come first.
 
     inputs, labels: of the n samples, in any order.
-    users: [n], integers or text, each of which becomes a domain; None if there are no users.
+    users: [n], integers or text, each of which becomes a domain; or None.
     is_test: bool [n], True for samples that are for testing.
     tokens: None if inputs are not tokens.
-    origin: a description of the columns that were read, for the plan of a run.
+    origin: the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.
-    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
+    fields: a description of each input in a row of `inputs`; () for a single input.
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None
@@ -540,9 +537,9 @@ def spread_test_rows(
 ) -> NDArray[np.bool_]:
     """Choose samples for testing; return a mask, bool [n], True for the chosen samples.
 
-    The same fraction of each group is chosen, evenly spread. A group has the samples of a user, or
-    of a user and class if each sample has one class. Samples without a label are then never chosen.
-    users: the user of each sample; None if the samples have no users.
+    The same fraction of each user is chosen, evenly spread. If each sample has one class, it is the
+    same fraction of each class of each user, and samples without a label are never chosen.
+    users: [n], or None.
     """
     groups = np.zeros(len(labels.values), np.int64)
     is_labelled = np.ones(len(groups), np.bool_)

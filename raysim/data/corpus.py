@@ -35,8 +35,8 @@ class _Corpus(Source):
 
     length: the largest number of tokens in a sample. Longer documents are cut into several samples.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
-    packing: True joins all documents that partition=natural gives to one client, before it cuts
-    them into samples. False begins a new sample with each document.
+    packing: True joins all documents of a client with partition=natural before it cuts them into
+    samples. False begins a new sample with each document.
     test_fraction: the fraction at the end of each document that is for testing if there are no test
     files.
     """
@@ -79,8 +79,8 @@ def _describe_empty(names: Sequence[str]) -> str:
 class Text(_Corpus):
     """A source that reads files of text: one file, or all *.txt in a folder and below it.
 
-    Files called test.txt and files in a folder called test are the central test set. Without such
-    files, it is the last `test_fraction` of each document.
+    The central test set has the files called test.txt and those in a folder called test, or else
+    the last `test_fraction` of each document.
 
     root: the file or the folder.
     separator: the text between two documents of a file, where \\n stands for a new line. None means

@@ -33,12 +33,11 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
     """Return the data set with the source's corruptions, or `clean` if the source has none.
 
-    First, labels become wrong (`data.label_noise`). Then images are rotated (`data.rotation`), and
-    in a source with one domain each angle becomes a domain. Last, blocks of pixels are replaced by
-    their mean (`data.pool`).
+    First, labels become wrong (`data.label_noise`). Then images are rotated (`data.rotation`);
+    without domains, each angle becomes one. Last, blocks of pixels are replaced by their mean
+    (`data.pool`).
 
-    partition: the rows of each client, because noise and angles are drawn by client.
-    seed: the seed of the run.
+    partition: the rows of each client, by which noise and angles are drawn.
     """
     is_rotated = source.rotation.per != "none"
     if not source.label_noise and not is_rotated and source.pool <= 1:
@@ -119,7 +118,6 @@ def _draw_angles(
 
     Both are int64 [n]. Image i is image rows[i] of the clean data set, turned by
     rotation.angles[angle_numbers[i]]. The number is `NO_ANGLE` for an image that no client has.
-    partition: the rows of each client; the angle of an image depends on its client.
     """
     rotation, rng = source.rotation, stream(seed, "rotation")
     num_angles = len(rotation.angles)

@@ -32,14 +32,13 @@ IMAGES_AT_ONCE = 4096
 class Rotation:
     """The settings for rotating images: each image is turned by one of A angles.
 
-    per: "none" rotates nothing. "client" turns all images of client k by the angle with index k mod
-    A. With "image", each client draws a distribution over the angles, and then an angle for each
-    image.
+    per: "none" rotates nothing. "client" turns all images of client k by angle k mod A. With
+    "image", each client draws a distribution over the angles, and then an angle for each image.
     angles: the angles in degrees, counter-clockwise.
     concentration: the parameter of the Dirichlet distribution with per="image".
     interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four pixels.
-    test: "all" repeats the central test set at every angle. "spread" turns image j of the set by
-    the angle with index j mod A.
+    test: "all" repeats the central test set at every angle. "spread" turns its image j by angle j
+    mod A.
 
     The default angles and interpolation are those of FedBR's paper.
     """

@@ -19,11 +19,10 @@ ASPECT = (3 / 4, 4 / 3)  # the smallest and the largest ratio of width to height
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
-    The rules are those of torchvision's RandomResizedCrop. If no rectangle of `TRIES` fits into the
-    image, the result is the largest one in the centre with an allowed ratio of its sides.
+    The rules are those of torchvision's RandomResizedCrop. If none of `TRIES` rectangles fits, the
+    result is the largest one in the centre with an allowed ratio of its sides.
     area: the smallest and the largest share of the image that a rectangle covers.
-    uniforms: random numbers in [0, 1), [4, TRIES, B], for the share, the ratio, the top and the
-    left.
+    uniforms: random numbers in [0, 1), [4, TRIES, B]; the first axis is share, ratio, top and left.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)

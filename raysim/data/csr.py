@@ -74,10 +74,10 @@ class Partition:
     """The training, test and validation rows of each client.
 
     train: unseen clients have none here.
-    validation: the rows for choosing settings or rounds; None if there are none.
-    spare: training rows that `partition.fraction` left out; None if it left out none.
-    unseen: the numbers of the clients that are never trained, ascending; None if all are trained.
-    with_unseen: the training rows of all clients; None if there are no unseen clients.
+    validation: the rows for choosing settings or rounds, or None.
+    spare: training rows that `partition.fraction` left out, or None.
+    unseen: the ascending numbers of the clients that are never trained; None if all are trained.
+    with_unseen: the training rows of all clients; None without unseen clients.
     """
 
     train: CSR

@@ -46,12 +46,12 @@ class Samples:
     labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs].
     domains: [n], the number of each row's domain.
     class_names: the names of the model's outputs.
-    domain_names: the names of the domains, in the order of their numbers.
+    domain_names: by the domain's number.
     tokens: None if inputs are not token sequences.
-    columns: the columns of inputs, labels and users as text, for the plan of a run.
-    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
-    targets: the same for each array of a label, in a row of `labels`; () for labels of one array.
-    tokenizer: the name of the tokenizer for language data; else "".
+    columns: the columns of inputs, labels and users, for the plan of a run.
+    fields: a description of each input in a row of `inputs`; () for a single input.
+    targets: a description of each array in a row of `labels`; () for labels of one array.
+    tokenizer: the tokenizer of language data; else "".
     """
 
     inputs: Inputs
@@ -156,9 +156,9 @@ def open_or_build(
 
     cache: `data.cache`, the folder of stored data sets; None for the usual folder.
     name: the beginning of the file's name, such as "digits".
-    content: the settings that determine the data set. The file's name ends with their checksum.
+    content: the settings that determine the data set, whose checksum ends the file's name.
 
-    Several processes may call this function at once: only one builds the data set.
+    Of several processes that call this function at once, only one builds the data set.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -36,8 +36,8 @@ MAX_CLASSES_IN_MESSAGE = 12
 class Domains(Source):
     """A source of several data sets; domain k is the k-th name in `domains`.
 
-    All data sets must have the same classes in the same order. `size` and `channels` convert all
-    images to one shape.
+    All must have the same classes in the same order. `size` and `channels` convert all images to
+    one shape.
     root: the folder of the data sets and downloads; None uses the folder of stored data sets.
     download: False refuses to download missing data sets.
     domains: scikit-learn's "digits", data sets that torchvision downloads, or folders in `root`

@@ -34,9 +34,9 @@ class FederatedData:
     """The data that a run trains and evaluates on.
 
     central: the rows of the central test set.
-    title: the names of the data set and of the partitioner, with changed settings, for plots.
-    users: the name of each client: its user in the data set, or its name in `partition=listed`.
-    None if clients have no names.
+    title: data set and partitioner, with changed settings, for plots.
+    users: the name of each client: its user in the data, or its name in `partition=listed`; or
+    None.
     """
 
     dataset_path: Path
@@ -315,12 +315,11 @@ def pool_clients(data: FederatedData) -> FederatedData:
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
     """Choose clients at random that are scored, but never trained ("unseen clients").
 
-    An unseen client has no validation rows. It keeps its training rows, because a method may adapt
-    the model to them before the client is scored.
-    share: `evaluate.unseen`, the share of the clients with training samples; 0 makes no client
-    unseen.
-    Raise ValueError if no client would be unseen, if no client would be trained, if no unseen
-    client has test samples, or if a trained client has a sample of an unseen one.
+    An unseen client has no validation rows. It keeps its training rows, to which a method may adapt
+    the model before the client is scored.
+    share: `evaluate.unseen`, the share of the clients with training samples; 0 makes none unseen.
+    Raise ValueError if no client would be unseen, if none would be trained, if no unseen client has
+    test samples, or if a trained client has a sample of an unseen one.
     """
     if not share:
         return data

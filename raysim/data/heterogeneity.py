@@ -20,9 +20,7 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return measures of how much clients differ in labels and sizes, by name.
 
-    `SCALES` describes each measure. "divergence" is 0 if all clients have the same shares of the
-    classes. It is close to 1 for many clients that share no class. Clients without samples count
-    only in "size_variation".
+    `SCALES` describes each measure. Clients without samples count only in "size_variation".
     counts: [N, C], the training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)

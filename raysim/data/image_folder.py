@@ -24,10 +24,9 @@ class PictureFile(NamedTuple):
 
     path: relative to the root, the folder `data.root`.
     domain: the outer folder of root/domain/class/, or the name of the root for root/class/.
-    class_name: the folder that contains the file.
     split: "train", "test", or "" if unknown.
 
-    If the root contains a file split.csv, all four values are from this file.
+    A file split.csv in the root gives all values.
     """
 
     path: str
@@ -44,7 +43,7 @@ class ImageFolder(Source):
     pictures in the columns path, domain, class and split ("train" or "test").
     root: the folder.
     test_fraction: the share of each class of each domain that is for testing, evenly spread over
-    the file names. It is not used with a split.csv, or with both root/train/ and root/test/.
+    the file names. A split.csv, or both root/train/ and root/test/, replace it.
     """
 
     root: str | None = None

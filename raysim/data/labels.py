@@ -25,8 +25,8 @@ class LabelSet(NamedTuple):
     """The labels of n samples as numbers, the names of the model's outputs, and the kind of task.
 
     values: class numbers [n] or [n, ...], or floats [n, outputs] or [n, outputs, ...].
-    names: the name of each output of the model: a class, a label or a value.
-    targets: for kind="structure", the arrays of each label, in their order in a row of `values`.
+    names: the classes, labels or values of the model's outputs.
+    targets: for kind="structure", a description of each array in a row of `values`.
     """
 
     values: NDArray[Any]
@@ -47,7 +47,7 @@ def read_labels(
     values: an array [n], [n, outputs] or [n, ...], or a list of labels for each sample. [n, 1]
     means [n].
     kind: `data.kind`; None takes the result of `infer_kind`.
-    names: the names of the model's outputs; None if the source has none.
+    names: the names of the model's outputs, or None.
     place: the name of the source in errors.
     ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`.
     Raise ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
@@ -162,9 +162,9 @@ def _read_lists(
 def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
     """Return numeric labels as float32 [n, outputs] or [n, outputs, ...], and the outputs' names.
 
-    values: numbers [n], [n, outputs] or [n, outputs, ...].
-    names: the names of the outputs. None, or a list of another length, gives "0", "1", and so on,
-    or "value" for a single output.
+    values: numbers, also [n].
+    names: None, or a list of another length, gives "0", "1", and so on, or "value" for a single
+    output.
     place: the file or the argument that has the data, for errors.
     """
     if values.dtype.kind not in "iuf":

@@ -108,9 +108,9 @@ def is_lists_of_rows(part: object) -> bool:
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     """Return the numbers of the training rows that the user's lists give to each client.
 
-    content: a list of rows for each client, as a list of lists or as a dictionary by client's name.
+    content: a list of rows for each client, in a list or in a dictionary by client's name.
     place: the setting that gives the lists, for errors.
-    total: the number of training rows; None if it is not known yet.
+    total: the number of training rows, or None.
     Raise ValueError for another format, and for a row that occurs twice, is negative or is not
     below `total`.
     """

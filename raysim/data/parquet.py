@@ -43,10 +43,10 @@ ROWS_AT_ONCE = 256  # rows of pictures that are read from a file at once
 class ParquetColumns(NamedTuple):
     """The names of the columns that a Parquet source reads, and of the columns that it ignores.
 
-    user: the column of users. Files without this column are accepted.
+    user: the column of users, which may be missing.
     has_pictures: True if the only input is a column of encoded pictures.
-    unused: the columns of row numbers or users that are left out of the input. [] for pictures, and
-    if `data.columns` names the input.
+    unused: row numbers or users that are left out of the input. [] for pictures or with
+    `data.columns`.
     """
 
     inputs: list[str]
@@ -65,14 +65,14 @@ class Parquet(TableSource):
 
     root: one such folder, a list of such folders, or a folder that contains them. With several
     folders, the domain of a user is called "FOLDER/USER".
-    image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}. It is not
-    used if `data.columns` names the columns of the input.
+    image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}.
+    `data.columns` replaces it.
     label: the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. The default "label" also finds a column
-    with another usual name, such as "y".
+    label_column: the column of labels if `label` is None. The default "label" accepts another usual
+    name, such as "y".
     user: the column of users, which must exist. None uses `domain_column`.
-    domain_column: the column of users if `user` is None. If it is missing, a column with a usual
-    name, such as "client", is used.
+    domain_column: the column of users if `user` is None. If it is missing, another usual name is
+    accepted, such as "client".
     test_fraction: the fraction of each class of each domain that is for testing, in folders without
     test files. With None, every folder must have test files.
     """
@@ -263,10 +263,9 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        The domain is the row's user. If `data.user` is not set and the file has no column of users,
-        it is the name of the file's folder.
-        Raise ValueError if the file lacks a column of the labels, the input or `data.user`, or if
-        labels or users are missing (null).
+        It is the row's user. In a file without users, it is the name of the folder, unless
+        `data.user` is set.
+        Raise ValueError if a column is missing, or if labels or users are missing (null).
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -402,9 +401,9 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Return the domain of each row as text, and the sorted names of all domains or None.
 
-    The domain of a row is "FOLDER/USER", or "FOLDER" if the file has no column of users. The names
-    are sorted by folder and user's number; None if some users are texts.
-    parts: for each file, the user of each row, or the name of the folder without a column of users.
+    A domain is "FOLDER/USER", or "FOLDER" in a file without users. The names are sorted by folder
+    and user's number; they are None if some users are texts.
+    parts: for each file, the user of each row, or the folder's name.
     user: the name of the column of users.
     """
     # Users of the same name in two folders are different domains.

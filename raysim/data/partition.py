@@ -99,8 +99,8 @@ class Draws:
 class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
-    A subclass overrides `assign`. It sets the class attribute `by_class` to True if it needs
-    classes, which not all data have.
+    A subclass overrides `assign`. It sets `by_class` to True if it needs classes, which not all
+    data have.
     fraction: the share of a client's training rows that the client uses.
     test_fraction: the share of each client's rows that become its test rows. With None, each client
     is scored on the samples of the central test set that `tests` chooses.
@@ -147,11 +147,10 @@ class Partitioner:
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Choose the samples of the central test set on which each client is scored.
 
-        Return the positions of these samples in the central test set, by client. This function is
-        used only if `test_fraction` is None.
+        Return their positions in the central test set, by client. This function is used only if
+        `test_fraction` is None.
         labels, domains: those of each sample of the central test set.
-        num_domains: the number of domains with training rows. Domains from this number on have
-        none.
+        num_domains: the number of domains with training rows, which come first.
         """
         raise NotImplementedError
 
@@ -220,8 +219,7 @@ class Dirichlet(Partitioner):
     The shares are drawn again until every client has `minimum` samples (Yurochkin et al. 2019).
     alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
     to few clients.
-    balance: True gives no samples of the following classes to a client that already has the mean
-    number of samples.
+    balance: True gives no further classes to a client that has the mean number of samples.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number of samples.
     grouping: the number of clients in a group. The samples are divided at random between the
@@ -297,8 +295,7 @@ class Dirichlet(Partitioner):
 class DirichletClient(Partitioner):
     """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
-    Each client draws a distribution over classes, and then its samples from it, without
-    replacement.
+    Each client draws a class distribution, and from it its samples, without replacement.
     alpha: the parameter of the Dirichlet distribution. With a small alpha a client has few classes.
     concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
     Dirichlet(alpha * p), where p_c is the share of class c in the data.
@@ -480,8 +477,8 @@ class Domain(Partitioner):
         """Divide the central test samples of each domain between the clients of this domain.
 
         The rows of the result are positions in the central test set.
-        num_domains: the number of domains with training rows. Domains from this number on have
-        none, and no client gets their test samples.
+        num_domains: the number of domains with training rows, which come first. No client gets the
+        test samples of later domains.
         """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
@@ -496,8 +493,8 @@ class Natural(Partitioner):
     """A partition in which every user is a client.
 
     column: the column of the data with the user of each row. None makes each domain a user.
-    minimum: users with fewer samples are left out. Later test samples count, too.
-    clients: the number of users to draw at random; None takes all with at least `minimum` samples.
+    minimum: users with fewer samples, including later test samples, are left out.
+    clients: the number of users to draw at random; None takes all with `minimum` samples.
     """
 
     column: str | None = None
@@ -592,12 +589,11 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Choose the samples of the central test set on which each client is scored.
+        """Choose all test samples of each client's domain and group of classes.
 
-        A client gets all test samples of its domain and of its group of classes. The rows of the
-        result are positions in the central test set.
-        num_domains: the number of domains with training rows. Domains from this number on have
-        none, and no client gets their test samples.
+        The rows of the result are positions in the central test set.
+        num_domains: the number of domains with training rows, which come first. No client gets the
+        test samples of later domains.
         """
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(
@@ -637,10 +633,9 @@ def _draw_until_minimum(
     alpha: float,
     clients: int,
 ) -> Floats:
-    """Draw shares again and again until every client has `minimum` samples; return the shares.
+    """Draw shares until every client has `minimum` samples; return the shares.
 
-    draw: function that draws the shares of all clients.
-    client_sizes: function that computes the number of samples of each client from the shares.
+    client_sizes: function that computes each client's number of samples from the shares.
     alpha, clients: settings that the error names.
     Raise ValueError if none of at most `MAX_ATTEMPTS` draws is sufficient.
     """

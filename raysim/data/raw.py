@@ -59,20 +59,19 @@ class Raw:
     """The samples of a source, training samples first: arrays, or pictures that are not decoded.
 
     inputs: an array [n, ...] of uint8 values, floats or int64 token numbers; or n pictures.
-    labels: class numbers [n], or [n, ...] if each position has a class. For regression, values [n,
-    outputs] or [n, outputs, ...]. For multilabel data, 1 or 0 for each label, [n, outputs]. For
-    kind="structure", floats [n, length of a row].
+    labels: class numbers [n], or [n, ...] if each position has a class. Values [n, outputs] or [n,
+    outputs, ...] for regression. 1 or 0 for each label, [n, outputs], for multilabel data. Floats
+    [n, length of a row] for kind="structure".
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.
-    domain_names: the names of the domains, in the order of their numbers.
+    domain_names: the names of the domains, by number.
     kind: the kind of the task, such as "regression".
-    tokens: the number of tokens and the padding; None takes the largest token in `inputs` plus 1.
+    tokens: the number of tokens and the padding; None takes the largest token plus 1.
     origin: the names of the columns that were read, for the plan of a run.
-    fields: a description of each input, in their order in a row of `inputs`; () for a single input.
-    targets: for kind="structure", a description of each array of a label, in their order in a row
-    of `labels`.
-    tokenizer: the name of the tokenizer of language data; else "".
+    fields: a description of each input in a row of `inputs`; () for a single input.
+    targets: for kind="structure", a description of each array in a row of `labels`.
+    tokenizer: the tokenizer of language data; else "".
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -104,11 +103,11 @@ class Source:
     infers it from the labels.
     ignore: the label that means "no label", which losses and scores ignore. Strips, folders of
     pictures, and sources that download or generate samples do not use it.
-    label_noise: the share of each client's training labels that are changed to another class.
-    rotation: the rotation of images by fixed or random angles (see `Rotation` in corruption.py).
+    label_noise: the share of each client's training labels that change to another class.
+    rotation: the rotation of images (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
-    mean, std: lists with one value for all channels, or one per channel. Inputs x become (x - mean)
-    / std, after images are scaled to [0, 1]. None does not normalise.
+    mean, std: one value for all channels, or a list with one per channel. Inputs x become (x -
+    mean) / std, after images are scaled to [0, 1]. None does not normalise.
     augment: the augmentations of images in training: any of "resized_crop", "crop", "flip",
     "rotate", "jitter" and "grey".
     crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations (see
@@ -306,13 +305,12 @@ def convert_inputs(
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
     Floats and booleans become float32. uint8 values stay uint8 if `tokens` is None. All other
-    integers are token numbers and become int64. `Tokens` are None for other inputs than token
-    numbers.
+    integers are token numbers and become int64. Without token numbers, the second result is None.
     inputs: [n, ...].
     tokens: None infers them from the largest token number.
     name: the name of the source, for errors.
-    Raise ValueError for inputs that are neither numbers nor booleans, floats that are not finite in
-    float32, and token numbers that `tokens` does not allow.
+    Raise ValueError for inputs that are neither numbers nor booleans, floats that are not finite,
+    and token numbers that `tokens` does not allow.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind
@@ -378,11 +376,11 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) -> Raw:
     """Convert the labels of samples to the kind of task that `data.kind` sets.
 
-    For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0. Raise
-    ValueError if this is impossible.
+    For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0.
     kind: None changes nothing.
     ignore: `data.ignore`, the label that means "no label".
     place: the file or the argument that has the data, for errors.
+    Raise ValueError if this is impossible.
     """
     if kind in (None, raw.kind):
         return raw

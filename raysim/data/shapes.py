@@ -21,8 +21,8 @@ class Shapes(Source):
     """A source of grey images [1, pixels, pixels] with one shape each and a class per pixel.
 
     samples, test_samples: the numbers of images for training and for central tests.
-    users: the number of simulated cameras. Each has its own brightness and prefers one shape; with
-    partition=natural each camera is a client.
+    users: the number of simulated cameras, which partition=natural makes clients. Each has its own
+    brightness and prefers one shape.
     noise: standard deviation of the noise, in levels of 0 to 255.
     seed: the seed of the random numbers; the seed of the run does not change the data.
     """

@@ -69,17 +69,15 @@ class WebDataset(Source):
     """A source that reads tar files, in which all files with the same key form a sample.
 
     For example, 0007.jpg and 0007.cls are the files of the sample 0007. The ending after the first
-    dot of the name gives the type: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
+    dot gives the type: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
 
     root: a folder of tar files, in which names of test files start with "test"; or a folder with
     the subfolders train and, optionally, test.
     columns: the endings of the input files, such as "jpg". None uses all but the label and the
-    user. With several endings, each is an argument of the model. The argument's name ends before
-    the last dot, such as `image` for "image.png".
-    label: the ending of the file with a sample's label. None finds a usual ending, such as "cls". A
-    label is an integer, text, an array, a picture whose pixels are classes, or JSON.
-    user: the ending of the file with a sample's user. None finds a usual ending, such as "user", if
-    there is one.
+    user. Several endings become arguments of the model, such as `image` for "image.png".
+    label: the ending of the label's file; None finds a usual ending, such as "cls". A label is an
+    integer, text, an array, a picture whose pixels are classes, or JSON.
+    user: the ending of the user's file; None finds a usual ending, such as "user", if there is one.
     test_fraction: the fraction of each class of each user that is for testing if there are no test
     files.
     length: the largest number of tokens of a text; further tokens are left out.

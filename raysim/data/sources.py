@@ -217,10 +217,9 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set of torchvision; download them if they are missing.
 
-    Files in torchvision's format are searched first, then strips, Parquet files or pictures in a
-    folder that has the data set's name.
+    A folder with the data set's name may also have strips, Parquet files or pictures.
     set_name: the class in torchvision.datasets, such as "MNIST".
-    Raise ValueError if no files are found and `download` is False, or if the download fails.
+    Raise ValueError if files are missing and `download` is False, or if the download fails.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)
@@ -370,9 +369,8 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. The normal numbers p, s and e have the
-    mean 0. p is drawn once for each class with the standard deviation 1, s for each domain and e
-    for each image.
+    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. p, s and e are normal numbers with the
+    mean 0 for each class, domain and image. p has the standard deviation 1.
     shape: the shape of an image, [channels, height, width].
     samples, test_samples: the numbers of training samples and of central test samples.
     noise: the standard deviation of e.

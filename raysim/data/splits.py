@@ -167,8 +167,8 @@ def dirichlet_client_split(
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
-    A draw uses the class distribution of its client, limited to classes with remaining samples. If
-    there are none, the shares of the classes in all remaining samples are used.
+    A draw uses the client's class distribution, limited to classes with remaining samples. If there
+    are none, it uses the shares of the classes in all remaining samples.
     proportions: the class distribution of each client, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].
@@ -219,10 +219,8 @@ def shard_split(
 ) -> CSR:
     """Sort rows by label, cut them into N * S shards, and give each client S shards.
 
-    The sizes of two shards differ by at most one row.
-
+    N is `num_clients` and S `shards_per_client`. Sizes of shards differ by at most one row.
     labels: the class of each row, [n].
-    num_clients, shards_per_client: N and S.
     order: a permutation of the rows, which orders the rows of each class.
     assignment: a permutation of the shards, [N * S]. Client 0 gets the first S of them.
     """
@@ -314,7 +312,7 @@ def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
     """Divide each client's rows into test, validation and training rows.
 
     A client that has rows keeps at least one of them for training.
-    test, validation: the shares of a client's rows; their numbers are rounded down.
+    test, validation: shares of a client's rows, rounded down to a number of rows.
     order: a permutation of all rows, in which test rows and then validation rows are taken.
     """
     most = np.maximum(csr.counts - 1, 0)

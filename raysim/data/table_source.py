@@ -23,12 +23,12 @@ class TableSource(Source):
     padding: the token number that fills up short lists of tokens. Text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    If `data.kind` is "causal", each row is a document for a language model, without a label. A
-    document fills as many samples of `length` tokens as it needs. `tokenizer` may then also be
-    "bytes" or "characters". Two settings are only for documents:
+    If `data.kind` is "causal", each row is a document for a language model, without a label. It
+    fills as many samples of `length` tokens as it needs. `tokenizer` may then also be "bytes" or
+    "characters". Two settings are only for documents:
 
-    prompt: the column of prompts, or None. A prompt stands before the text, and the model does not
-    learn to predict it.
+    prompt: the column of prompts, or None. The model reads a prompt before the text, and does not
+    learn it.
     packing: True joins the documents of a user before they are cut into samples. None means True
     without prompts, and False with prompts.
     """

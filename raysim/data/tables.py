@@ -39,9 +39,9 @@ class TextTable(TableSource):
     """A source that reads a file of rows, or a folder with a training file and maybe a test file.
 
     root: the file or the folder.
-    label: the column of labels; None finds a column with a usual name, such as "label" or "y".
-    user: the column of users, each a client with partition=natural. None finds a column with a
-    usual name, such as "user" or "client".
+    label: the column of labels; None finds a usual name, such as "label" or "y".
+    user: the column of users, which partition=natural makes clients; None finds a usual name, such
+    as "user" or "client".
     targets: columns that together are one structured target, in place of a label.
     test_fraction: the fraction of each class of each user that is for testing if there is no test
     file.

@@ -30,8 +30,8 @@ ROWS = ".rows"  # end of the name of the number of rows that each sample has in 
 class Tabular(Source):
     """A source of a scikit-learn table; columns are scaled to mean 0 and standard deviation 1.
 
-    The training rows give the means and deviations. The labels of breast_cancer and wine are
-    classes. The label of diabetes is a value, which is scaled like the columns.
+    The training rows give the scale. The labels of breast_cancer and wine are classes. That of
+    diabetes is a value, which is scaled like the columns.
     name: "breast_cancer", "wine" or "diabetes".
     test_fraction: the fraction of each class, or of all samples of diabetes, that is for testing.
     """
@@ -80,9 +80,9 @@ class NumPy(Source):
     y [n] or [n, ...]: the labels; `data.kind` or `labels.infer_kind` decides what they mean.
     user [n]: the user of each sample, for partition=natural; this array may be missing.
 
-    Several inputs are arrays x.NAME in place of x, and several targets are arrays y.NAME in place
-    of y. If samples have different numbers of entries of a target, y.NAME has all entries one after
-    another, and y.NAME.rows [n] has the number of each sample.
+    Several inputs are arrays x.NAME, and several targets are arrays y.NAME. If samples have
+    different numbers of entries, y.NAME has all entries one after another, and y.NAME.rows [n] the
+    numbers.
 
     root: the folder with the files.
     padding: the token number with which short sequences in the files are already filled up.
@@ -128,8 +128,7 @@ class Npz(Source):
     numbers. Each file is a user, which partition=natural makes a client.
     root: the folder with the folders train and test.
     padding: the token number with which short sequences in the files are already filled up.
-    test_fraction: the fraction of each class of each user that is for testing if there are no test
-    files.
+    test_fraction: the fraction of each class of each user that is for testing without test files.
     """
 
     root: str | None = None
@@ -278,7 +277,6 @@ def _concatenate(
     Raise ValueError if an archive lacks an array of the first one, or if arrays of the same name
     differ in type or in the shape of a row.
     names: the archives' file names, for errors.
-    place: the file or the argument that has the data, for errors.
     """
     first, first_name = archives[0], names[0]
     for archive, name in zip(archives, names, strict=True):

@@ -37,9 +37,8 @@ class Leaf(Source):
     """A source that reads LEAF's files root/train/*.json and root/test/*.json (Caldas et al. 2018).
 
     Every user is a domain. An input is a text, a list of numbers, the name of a picture file
-    (CelebA), or a list of fields, one of which has the text (Sent140). Characters of a text are
-    tokens. If the labels are single characters (Shakespeare), the classes are the 80 characters
-    that LEAF uses.
+    (CelebA), or a list of fields, one of which has the text (Sent140). Characters are tokens.
+    Labels that are single characters (Shakespeare) are 80 classes, as in LEAF.
     With `data.kind=causal` the texts are documents for a language model. The overlapping texts of
     Shakespeare are first joined (`join_windows`).
     root: the folder with the folders train and test.
@@ -307,16 +306,15 @@ class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
     With `data.kind=causal` each sequence is a document for a language model.
-    users: the number of users.
     samples: the number of training sequences of each user.
     test_samples: the number of each user's sequences in the central test set.
     vocabulary: the number of different tokens, without the padding.
     length: the number of tokens of a sequence, including its padding.
     shortest: the smallest number of tokens of a sequence, without its padding.
     label: "next" predicts the token after the sequence. User u has the transition probabilities (1
-    - skew) P + skew Q_u, with a common P and an own Q_u. "chain" predicts the chain of the
-    sequence. A share `skew` of a user's sequences comes from the user's favourite chain, and all
-    others from random chains.
+    - skew) P + skew Q_u, with a common P. "chain" predicts the chain of the sequence. A share
+    `skew` of a user's sequences comes from the user's favourite chain, and all others from random
+    chains.
     chains: with label="chain", the number of Markov chains.
     skew: how much users differ, from 0 (equal) to 1.
     seed: the seed of the random numbers; the seed of the run does not change the data.

@@ -59,7 +59,6 @@ def drop_untrainable_clients(
 
     For example, BatchNorm needs two samples. Return the changed `spec`, and a tuple with a warning
     if clients were left out.
-    partitioner: the rule of the split. The warning recommends its setting `minimum`, if it has one.
     Raise `ValueError` if the model needs two samples, but the batch size is 1 or no client has two.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch

@@ -79,7 +79,7 @@ def compose(
     folders: the user's own folders of options, laid out like `conf`.
     stored: the configuration file of a run or sweep, for all keys without an override. None takes
     the config.yaml of the run that `resume` names, if any.
-    settings: more overrides as Python values: {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
+    settings: more overrides, as {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
 
     Raise `RefusedError` for keys, options and files that do not exist.
     """
@@ -102,9 +102,7 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration of options, and set the user's values in it.
 
-    The option of a group comes from an override, or else from an earlier run, a preset or raysim's
-    default.
-    overrides: the user's overrides, as texts "key=value".
+    A group's option comes from an override, or else from an earlier run, a preset or the defaults.
     roots: the user's folders of options.
     stored: the configuration of an earlier run. None reads that of the run that `resume` names,
     unless an override chooses a preset.
@@ -230,7 +228,7 @@ def draft(
 
     `complete_draft` makes the configuration of a trial from it. The second result has an error text
     for each key in `keys` that does not exist.
-    overrides: the overrides that are the same for all trials, as texts "key=value".
+    overrides: those that are the same for all trials, as texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.
     Raise `RefusedError` for overrides that `compose` would refuse.

@@ -101,8 +101,8 @@ def run(
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option or, except for `data`, a dictionary of values by key.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
-    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such objects gives
-    first the training samples and then the central test samples.
+    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such objects has
+    the training samples and the central test samples.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first one is
@@ -117,15 +117,14 @@ def run(
     quiet: print only warnings, to standard error. A `console` that you pass still gets the plan of
     the run, the warnings and the last lines.
     allow: packages besides raysim whose classes and options the configuration may use.
-    console: the Rich console that prints; None makes one.
 
     `on_round` and `observers` are not stored, and are not called if the run had finished before.
 
     Raise `RefusedError` if the run cannot start; then no result was written. Raise
-    `TooManyFailuresError` after a checkpoint if too many jobs of an aggregation fail. Raise
-    `ObserverError` after the history is written if one of your observers fails. Raise
-    `RunStoppedError` if a method fails, a file cannot be written, or too many processes are lost.
-    Raise `Interrupted` if the user stops the run.
+    `TooManyFailuresError` if too many jobs of an aggregation fail; a checkpoint is then written.
+    Raise `ObserverError` if one of your observers fails. Raise `RunStoppedError` if a method fails,
+    a file cannot be written, or too many processes are lost. Raise `Interrupted` if the user stops
+    the run.
     """
     from rich.console import Console
 
@@ -168,8 +167,7 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     folder: the run's folder or its URL. Files at a URL, except checkpoints, are copied to a
     temporary folder until this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
-    parts: objects that config.yaml could not store, as in the call of `raysim.run`, such as
-    `model=...`.
+    parts: objects that config.yaml could not store, as passed to `raysim.run`, such as `model=...`.
     Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():

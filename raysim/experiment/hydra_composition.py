@@ -127,8 +127,8 @@ class Composition(NamedTuple):
 
     values: the complete configuration, with the preset's values for unused options, too.
     chosen_values: by group, the values of the options in `choices`, without changes by the preset.
-    It has the groups that the preset mentions and for which the user chose an option. With a
-    preset, it also has "method" and "observer" if the preset mentions them.
+    It has groups that the preset mentions and for which the user chose an option, and always those
+    of "method" and "observer" that the preset mentions.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 

@@ -58,7 +58,7 @@ def import_target(
 ) -> object:
     """Import an object by its full name; return None if the module has no object of this name.
 
-    target: the full name, such as "raysim.methods.fedprox.FedProx".
+    target: such as "raysim.methods.fedprox.FedProx".
     path, key: the two halves of the setting's name, such as "model" and "._target_", for errors.
     allow: packages that are allowed besides raysim and the installed packages that extend it.
     Raise `RefusedError` for an `ImportError`, and for a module of no allowed package.

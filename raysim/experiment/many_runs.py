@@ -225,9 +225,9 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     """Average the rows of several runs that differ only in the seed.
 
-    A mean is over finite values. If all runs have a finite value of `metric`, the result has its
-    sample standard deviation, too. The row of a single run is returned unchanged.
-    rows: one row of each run, all for the same round.
+    A mean is over finite values. If all runs have a finite value of `metric`, its sample standard
+    deviation is added. The row of a single run is returned unchanged.
+    rows: one row of each run, for the same round.
     """
     if len(rows) == 1:
         return dict(rows[0])

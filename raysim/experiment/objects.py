@@ -181,10 +181,10 @@ def describe_objects(
     have settings.
     objects: the objects, by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the same keys.
-    config: the configuration without the objects, with the wrappers' stored settings of a resumed
-    run.
-    Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
-    object does not have.
+    config: the configuration without the objects; in a resumed run, with the wrappers' stored
+    settings.
+    Raise `RefusedError` for an object of a wrong type, and for a setting that an object does not
+    have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():
@@ -281,7 +281,6 @@ def _wrapper_settings(
 
     The values come from the overrides, or else from the stored configuration.
     place: "data" or "partition", for errors.
-    overrides: the user's values, by the name of the argument.
     stored: the group's node in the stored configuration of the run; None for a new run.
     computed: the argument that the user cannot set and that is left out, such as "digest".
     """

@@ -66,12 +66,12 @@ class SettingOverride:
 
     text: the override as the user wrote it.
     key: the key alone, such as "group" in "+group@package=option".
-    value: the value if there is only one; None for several values.
-    choices: the values if the override lists them, such as (0, 1) for "seed=0,1"; otherwise None.
-    choice_texts: the text of each listed value; empty without a list.
+    value: the only value; None if there are several.
+    choices: the listed values, such as (0, 1) for "seed=0,1"; None without a list.
+    choice_texts: the text of each listed value.
     range: the range of values, as in "lr=interval(0.01,1)"; None without a range.
     is_delete: True for "~key", which in Hydra removes a key.
-    package: the text after "@"; None without an "@".
+    package: the text after "@", or None.
     """
 
     text: str

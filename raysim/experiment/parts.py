@@ -80,7 +80,6 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
     `_target_` may name a subclass of `nn.Module`, or a function that returns a module.
     node: the entry of the group `model`. All keys except `head` and `lora` are arguments of
     `_target_`.
-    allow: the packages besides raysim whose classes the configuration may name.
     """
     target: Any = import_target(node[TARGET], "model", allow)
     is_module_class = isinstance(target, type) and issubclass(target, nn.Module)
@@ -147,7 +146,7 @@ def build_list(
     group: "method" or "observer".
     kind: the class that all objects must extend, `Method` or `Observer`.
     allow: the packages besides raysim whose classes the configuration may name.
-    objects: the user's objects by "GROUP.NAME", which replace their entries of the configuration.
+    objects: the user's objects by "GROUP.NAME", in place of their entries.
     Raise `RefusedError` for an entry that names no class, or a class that does not extend `kind`.
     """
     nodes = config.get(group, {})
@@ -170,7 +169,7 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
     """Return the class that `_target_` names in the configuration of a method or an observer.
 
     path: the key of this configuration, such as "method.fedprox", for errors.
-    kind: the class that the returned class must extend, `Method` or `Observer`.
+    kind: `Method` or `Observer`.
     allow: the packages besides raysim whose classes the configuration may name.
     Raise `RefusedError` if `node` names no class, or a class that does not extend `kind`.
     """
@@ -198,7 +197,7 @@ def build_metrics(
     names: the names in `evaluate.metrics`. A name with dots names a function, a `raysim.Metric`, or
     a class whose objects can be called. raysim's own metrics are skipped.
     allow: the packages besides raysim whose functions the configuration may name.
-    own: metrics that the user passed as Python objects, by name; they are not imported.
+    own: metrics that the user passed as Python objects, by name.
     Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}

@@ -180,9 +180,9 @@ def record(
 ) -> Result:
     """Follow a run to its end with all observers, raysim's and the user's; return its result.
 
-    If an error ends the run, the observers still write its history and close its tracking.
+    If an error ends the run, its history is still written and its tracking closed.
     quiet: True prints only warnings and the closing line.
-    user_observers: the user's observers, which are called after raysim's.
+    user_observers: called after raysim's.
     Raise `Interrupted` if the user stops the run.
     """
     run = current_run(experiment, folder)

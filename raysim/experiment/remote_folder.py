@@ -84,11 +84,10 @@ def local_copy(
 ) -> Iterator[tuple[Experiment, list[Observer]]]:
     """Yield a copy of the run that writes to a local folder, and observers that upload its files.
 
-    If `out` is not a URL, yield the unchanged run and no observers. After the `with` block, new and
-    changed files are uploaded.
+    If `out` is not a URL, yield the unchanged run and no observers. The end of the `with` block
+    uploads new and changed files.
     console: prints a warning if files cannot be sent during the run.
-    Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the files cannot be
-    sent at the end.
+    Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the last upload fails.
     """
     out = experiment.execution.out
     if not out or not is_url(out):

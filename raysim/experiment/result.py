@@ -43,10 +43,9 @@ class Predictions(NamedTuple):
     """The labels of n test samples, and the outputs of a model for them.
 
     labels: [n, ...], as in the data.
-    scores: [n, outputs, ...], the values that the evaluation uses: logits, unless a method changes
-    them. For text, the last axis of `labels` and `scores` has the positions.
-    rows: [n], the positions of the samples in the data set, in which the source's test samples come
-    last.
+    scores: [n, outputs, ...]: logits, unless a method changes them. For text, the last axis of
+    `labels` and `scores` has the positions.
+    rows: [n], the positions in the data set, in which the source's training samples come first.
     """
 
     labels: np.ndarray
@@ -76,7 +75,7 @@ class Result:
 
     Models are built from the folder's files when they are needed, in this process and on the CPU.
     folder: the run's folder, or a local copy of the folder behind `url`.
-    summary: the content of summary.json; for an unfinished run, it is computed from the history.
+    summary: as in summary.json; for an unfinished run, it is computed from the history.
     url: the URL to which the files were sent; "" for none.
     """
 
@@ -116,9 +115,9 @@ class Result:
     def clients(self) -> pd.DataFrame:
         """Return a table with a row for each client: its numbers of samples and its last scores.
 
-        The index has the client numbers. The columns are `samples` (training samples), `tests`
-        (test samples) and each score, such as `accuracy`. A score is nan if the last evaluation did
-        not score the client.
+        The index has the client numbers. The columns are `samples` (for training), `tests` (test
+        samples) and each score, such as `accuracy`. A score is nan if the last evaluation did not
+        score the client.
         Raise `RefusedError` if the run has not stored this table.
         """
         import pandas as pd
@@ -179,11 +178,10 @@ class Result:
     ) -> list[str]:
         """Return each prompt, followed by the text that the language model writes after it.
 
-        Without prompts, the model writes one document from its start. The random numbers depend on
-        the run's seed.
+        Without prompts, the model writes one document. The random numbers depend on the run's seed.
         tokens: the largest number of tokens that the model adds to a prompt.
-        temperature: the number by which the logits are divided before a token is drawn; 0 always
-        takes the most probable token.
+        temperature: the divisor of the logits before a token is drawn; 0 always takes the most
+        probable token.
         best: True uses the weights of the best round, False the final ones.
         client: the client whose own model writes (`client_model`); None uses the shared model.
         Raise `RefusedError` if the data are not text, if the vocabulary cannot encode a prompt, for
@@ -254,12 +252,11 @@ class Result:
         """Return labels and model outputs for the central test set, or for a client's test set.
 
         client: None uses the shared model and the central test set. A number uses the client's own
-        model and the client's test set.
+        model and test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
         model that the run scored last, which is the final version with most methods.
-        Raise `RefusedError` if the client does not exist, the test set is empty, or the folder
-        lacks the model or checkpoint. With client=None, also raise it if clients have personal
-        parameters.
+        Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
+        checkpoint is missing. With client=None, also raise it if clients have personal parameters.
         """
         if client is None:
             self._refuse_personal()

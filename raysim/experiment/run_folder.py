@@ -63,8 +63,7 @@ class Place:
     """The folder that a run writes to, and the checkpoint that the run continues from.
 
     resume: the checkpoint's address; "" for a new run.
-    is_finished: True if the run in this folder has finished.
-    note: a sentence for the user that says where the run starts; "" for none.
+    note: a sentence for the user that says where the run starts, or "".
     is_restart: True if the run restarts by itself after a process was lost.
     """
 

@@ -181,10 +181,10 @@ def extract_overrides(
 
     If the user passed the data as an object, "data.padding=1" is an override of this object.
     overrides: texts, such as "local.lr=0.1".
-    settings: Python values, by key; nested dictionaries are allowed.
+    settings: Python values, by key or in nested dictionaries.
     places: the keys of the user's objects, such as "data" or "method.fedprox".
-    Raise `RefusedError` for an override that replaces an object, such as "data=mnist", and for a
-    key of an object that is set twice.
+    Raise `RefusedError` for an override that replaces an object, such as "data=mnist", and for an
+    object's key that is set twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

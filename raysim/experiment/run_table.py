@@ -74,12 +74,12 @@ def store_plan(
     conf: Sequence[str],
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Store the arguments of a study or sweep in its folder, so that a later command continues it.
+    """Store the arguments of a study or sweep, so that a later command continues it.
 
     Also create the folder of the logs.
     command: "study" or "sweep".
     conf: the folders of options that the user named with --conf.
-    facts: more values that the continued command needs, such as the fingerprint of a sweep.
+    facts: more values that the continued command needs.
     """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
@@ -109,7 +109,6 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
     It continues with resume=latest, unless the folder is missing or empty.
-    overrides: the overrides of the command.
     command: "study" or "sweep".
     Raise `RefusedError` if the folder has files, but nothing that can be continued. With
     resume=latest, also raise it if a new study or sweep has no overrides except `out` and `resume`.

@@ -105,8 +105,8 @@ class SteppedRun:
 
     config: the run's configuration, as `configure_run` returns it.
     log: the file that gets the printed output and the error.
-    start_events: function that starts a run and returns its events. Its arguments are the run, its
-    folder, and the checkpoint's address ("" for none).
+    start_events: function of the run, its folder and the checkpoint's address ("" for none), which
+    starts the run and returns its events.
     allow: the packages besides raysim whose classes the configuration may name.
     accepts_changes: True if settings of an unfinished run may differ from the stored ones.
     Raise `RunFailedError` for a run that cannot be made.

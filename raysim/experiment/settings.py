@@ -28,8 +28,8 @@ class RuntimeOptions(RayOptions):
     name: "inprocess" runs one worker in this process. "local" runs workers with Ray on this
     machine, and "cluster" on a Ray cluster.
     threads: the number of CPU threads of each worker.
-    lanes: the number of clients that a worker trains at once. None chooses the fastest number in
-    our measurements.
+    lanes: the number of clients that a worker trains at once. None chooses what was fastest in our
+    measurements.
     graph: True records each training step once and replays the recording. None chooses what was
     fastest in our measurements.
     precision: the number format of matrix products in a training step: "float32", "tf32" (on a GPU)
@@ -75,10 +75,10 @@ class ExecutionOptions:
 
     out: the run's folder; None makes a dated folder in the folder runs.
     resume: "latest", or a checkpoint's folder; None starts a new run.
-    device: "auto", "cpu", "cuda" or "mps", the device of each worker.
+    device: "auto", "cpu", "cuda" or "mps", for each worker.
     profile: True measures how the wall time is spent.
-    thresholds: values of the main metric. `rounds_to` in the summary has, for each of them, the
-    first round with an equal or better score.
+    thresholds: values of the main metric, for which `rounds_to` in the summary has the first round
+    that reaches them.
     tracking: whether and where the run is stored for MLflow.
     """
 
@@ -97,14 +97,13 @@ class Experiment:
 
     config: the configuration, as the run's folder stores it.
     spec: the final settings, after the changes that methods made.
-    warnings: texts for the user, which are printed before the run starts.
+    warnings: texts that are printed before the run starts.
     observers: the observers of the configuration.
     changes: a sentence for each setting that methods changed.
     round_warnings: functions of methods that check each finished round.
     network: the models of the server, and the clients that each of them serves.
-    late_planning: why aggregations are planned one at a time; "" if the planner may work ahead of
-    training.
-    url: the URL to which the run's folder is sent; "" keeps the folder only on this machine.
+    late_planning: why aggregations are planned one at a time; "" if the planner may work ahead.
+    url: the URL to which the run's folder is sent, or "".
     """
 
     config: Node

@@ -53,8 +53,7 @@ class VirtualClock:
 
         If the client drops out or the message expires, return when the error arrives in its place.
         number: how many messages the client has received before.
-        is_training: True if the client trains. For other messages it processes no samples, and the
-        reply is assumed to have no arrays.
+        is_training: False if the client processes no samples and replies without arrays.
         array_bytes: the size of the arrays in the message, and in the reply to a training message.
         ttl: the virtual seconds after which the message expires.
         """

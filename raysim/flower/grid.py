@@ -42,11 +42,11 @@ class MessageRecord:
     type: Flower's message type, such as "train" or "evaluate".
     group: the group id that the ServerApp gave the message, such as the number of a round.
     dispatched: the virtual time at which the message was sent, in seconds.
-    arrived: the virtual time at which a reply or an error arrived, or would have arrived without a
+    arrived: the virtual time at which the reply or error arrived, or would have arrived without a
     timeout.
     fate: "answered"; "lost" after an error or a timeout; or "failed" if the ClientApp raised an
     error or returned no valid reply.
-    error: why the message was lost or failed; "" if it was answered.
+    error: why the message was lost or failed, or "".
     numbers: the metrics of the reply, by name.
     """
 
@@ -69,9 +69,8 @@ class _Pending:
     dispatched: the virtual time at which the message was sent, in seconds.
     arrival: when the reply arrives, or when the message counts as lost.
     content: the records of the reply; None before a worker has answered, and after an error.
-    header: the names of the reply's values, and the names and shapes of its arrays; b"" without a
-    reply.
-    error: the error of the ClientApp; "" if it had none.
+    header: the names of the reply's values, and the names and shapes of its arrays, or b"".
+    error: the error of the ClientApp, or "".
     """
 
     request: Request
@@ -103,16 +102,12 @@ class _Pending:
 class VirtualGrid(SimpleGrid):
     """A Grid whose nodes are simulated clients.
 
-    Messages are sent at the current virtual time, and the fleet decides when their replies arrive.
-    A call that waits for replies advances the clock. `timeout`, and the `ttl` of a message, are
-    virtual seconds.
-    replies: the replies of an earlier, killed process of this run, and the store of new ones; None
-    stores nothing.
+    The fleet decides when replies arrive. A call that waits for replies advances the clock.
+    `timeout`, and the `ttl` of a message, are virtual seconds.
+    replies: the replies of an earlier, killed process of this run, to which new ones are added;
+    None stores nothing.
     on_message: function that gets a `MessageRecord` of each message that is answered, lost or
     failed.
-
-    fatal_error: the error that makes it impossible to continue the run, or None. It is stored here
-    because Flower may catch errors in its threads.
     """
 
     def __init__(
@@ -137,6 +132,7 @@ class VirtualGrid(SimpleGrid):
         self._batch_end: float | None = None  # latest arrival in an open batch
         # By node id: time of its last reply, and its client.
         self._batch_times: dict[int, tuple[float, int]] = {}
+        # It is stored, because Flower may catch errors in its threads.
         self.fatal_error: ReplayError | WorkerDiedError | None = None
         self._last_group: tuple[float, str] = (0.0, "")  # virtual time and type of messages
         self._headers: dict[int, bytes] = {}  # of the last replies, by client
@@ -287,8 +283,8 @@ class VirtualGrid(SimpleGrid):
 
         Flower's older `Server` sends the messages of a round from several threads, all at the same
         virtual time. Call this function after the threads have ended.
-        Return the clients that got these messages, by Flower's node id: the virtual time in seconds
-        of the client's last reply, and the number of the client.
+        Return the clients that got these messages, by Flower's node id: the virtual time of the
+        client's last reply in seconds, and the client's number.
         Raise ReplayError if a resumed run does not repeat the messages of the stored run, and
         WorkerDiedError if several workers died while they answered the same message.
         """

@@ -50,8 +50,8 @@ class TrialRecord:
     point: the values of the searched keys.
     status: "running", "done", "stopped" (by the scheduler) or "failed".
     rows: the rows of the history by round, with means over the seeds.
-    seconds: wall seconds of all rounds, without the start of the trial.
-    score: the last value of the sweep's metric; None if it has no value.
+    seconds: wall seconds of all rounds.
+    score: the last value of the sweep's metric, or None.
     deviation: the standard deviation of the score over the seeds; None with one seed.
     """
 
@@ -77,11 +77,9 @@ class TrialRecord:
 class TrialRecords:
     """All trials of a sweep.
 
+    metric: the column of the history by which trials are compared.
     say: function that prints a line for the user.
     uri: MLflow's server, which gets each row at once; "" leaves the sending to `raysim ui`.
-
-    deadline: the end of the sweep's time limit, as a value of time.monotonic().
-    most_running: the largest number of trials that ran at once in this session.
     """
 
     def __init__(
@@ -99,12 +97,12 @@ class TrialRecords:
         self.metric = metric
         self.total = total
         self.all: dict[int, TrialRecord] = {}
-        self.deadline = float("inf")
+        self.deadline = float("inf")  # of the sweep's time limit, as time.monotonic()
         self._say = say
         self._ended_before: set[int] = set()
         # trials that lost a process, and unfinished trials of an earlier session
         self._waiting: set[int] = set()
-        self.most_running = 0
+        self.most_running = 0  # trials that ran at once in this session
         self._uri = uri
         self._is_tracked = tracked
         self._trackers: dict[int, StoredTracker] = {}
@@ -206,10 +204,10 @@ class TrialRecords:
     ) -> None:
         """Add rows to a trial's history; they replace all stored rows from their first round on.
 
-        point: the values of the searched keys, which population-based training may have changed.
-        rows: a row for each round since the trial's last report, with means over the seeds.
+        point: the searched values, which population-based training may have changed.
+        rows: a row for each round since the last report, with means over the seeds.
         seconds: the wall seconds of these rounds.
-        is_done: True if the rows contain the trial's last round.
+        is_done: True if the last round is among them.
         """
         record = self.all[number]
         record.point = point

@@ -326,9 +326,8 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
     """Draw the trials of a sweep as lines in a diagram of parallel coordinates.
 
-    Each searched key has a vertical axis, and the score has the last one. Trials without a finite
-    score have no line. The best trial has a thick line, and trials that the scheduler stopped have
-    grey ones.
+    Each searched key has an axis, and the score has the last one. Trials without a finite score are
+    left out. The line of the best trial is thick, and those of stopped trials are grey.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize

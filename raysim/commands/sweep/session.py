@@ -61,12 +61,11 @@ def sweep(
         result = raysim.sweep("method=fedprox method.fedprox.mu=0.01,0.1,1 out=sweeps/mu")
         result.get_best_result().config, result.get_best_result().metrics
 
-    overrides: the overrides of `raysim sweep`, in one text or a list.
     allow: the packages whose classes and options the sweep may use.
     console: where to print; None takes the standard output.
 
-    Raise `RefusedError` if the sweep is impossible, before its folder is written. Raise
-    `Interrupted` if the user stops the sweep.
+    Raise `RefusedError` for an impossible sweep, before its folder is written, and `Interrupted` if
+    the user stops the sweep.
     """
     from rich.console import Console
 
@@ -132,9 +131,9 @@ def _trial_capacity(
 ) -> tuple[dict[str, float], int]:
     """Return the resources that a worker reserves, and the number of trials that fit at once.
 
-    With sweep.workers=0, these are the resources of a trial, which has no workers. If nothing is
-    reserved, the number is sweep.concurrent, or else the CPUs of this machine.
-    Raise `ValueError` if the cluster is too small for one trial.
+    With sweep.workers=0, these are the resources of a trial. If nothing is reserved, the number is
+    sweep.concurrent or the CPUs of this machine.
+    Raise `ValueError` if no trial fits.
     """
     resources = worker_resources(runtime, device, threads)
     nodes = cluster.node_resources()
@@ -211,9 +210,8 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> RankingMode:
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    experiments: a few runs of the sweep, which were built to check that the searched values are
-    possible.
-    resources: the resources that a worker reserves, or with sweep.workers=0 those of a trial.
+    experiments: a few runs, which were built to check the searched values.
+    resources: those of a worker, or with sweep.workers=0 those of a trial.
     capacity: the number of trials that fit on the cluster at once.
     quiet: True prints no line about the state of the trials.
     """

@@ -105,12 +105,13 @@ def open_trial(
 ) -> Trial:
     """Begin or continue a trial; return it.
 
-    configs: the complete configurations of the runs, one for each seed.
-    metric: the column of the history by which Ray Tune compares trials.
+    configs: a complete configuration for each seed.
+    metric: the column of the history by which trials are compared.
     start_events: function that starts a run in a folder and yields its events.
+    folder: the sweep's folder.
     allow: the packages whose classes and options the configurations may use.
-    accepts_changes: True if an unfinished run may continue with other settings than its stored
-    ones. Raise `RunFailedError` for a run that cannot be made or started.
+    accepts_changes: True if an unfinished run may continue with other settings.
+    Raise `RunFailedError` for a run that cannot be made or started.
     """
     runs: list[SteppedRun] = []
     try:

@@ -62,11 +62,11 @@ ENVIRONMENT = {  # options that Tune reads only from environment variables
 class TrialTask:
     """The settings that all trials of a sweep share.
 
-    resources: the resources that a worker reserves, or with sweep.workers=0 the process of a trial.
+    resources: those of a worker, or with sweep.workers=0 those of a trial's process.
     allow: packages whose classes and options the configurations may use.
-    packages: packages whose installed files must be the same in all processes.
+    packages: packages whose files must be the same in all processes.
     driver: the identity of the process that runs the sweep.
-    mixed: `runtime.mixed`; False requires the identity `driver` of all trials.
+    mixed: `runtime.mixed`; False requires this identity of all trials.
     """
 
     folder: str
@@ -118,10 +118,9 @@ class SweepTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Train the trial until its next measurement; return a report for Tune and the sweep.
 
-        The report has the round, the metric, the history's new rows and the wall seconds. A failed
-        trial reports its error and the worst possible metric.
-        In a continued sweep, a trial that had ended before trains nothing. Each call returns a
-        stored measurement: the round, the metric and "done".
+        A failed trial reports its error and the worst possible metric. In a continued sweep, a
+        trial that had ended before trains nothing. Each call returns one of its stored
+        measurements.
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
@@ -320,9 +319,8 @@ def trial_task(
 ) -> TrialTask:
     """Return the settings that the processes of all trials need.
 
-    experiment: one run of the sweep, as raysim built it. Its device and packages hold for all runs.
-    resources: the resources that a worker reserves, or with sweep.workers=0 the process of a trial.
-    allow: packages whose classes and options the configurations may use.
+    experiment: one run of the sweep. Its device and packages hold for all runs.
+    resources: those of a worker, or with sweep.workers=0 those of a trial's process.
     """
     spec = experiment.spec
     return TrialTask(
@@ -507,9 +505,10 @@ def search(
 ) -> None:
     """Execute all trials with Tune, and wait for their end.
 
-    points: the settings of a grid or a random search; empty with Optuna, which finds them itself.
-    rounds: the number of rounds of the longest run, for the scheduler ASHA.
-    ray_messages: the file with Ray's messages; its path is printed if a trial loses a process.
+    points: the settings of a grid or a random search; empty with Optuna.
+    rounds: the rounds of the longest run, for the scheduler ASHA.
+    ray_messages: the file with Ray's messages, or None; its path is printed if a trial loses a
+    process.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
