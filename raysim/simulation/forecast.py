@@ -97,10 +97,10 @@ def workers_busy(
 ) -> float:
     """Return the share of wall time in which workers would work, from 0 to 1.
 
-    Every worker needs the same time for a sample. Jobs of the next aggregation are trained first. A
-    job whose update is never aggregated is not trained.
-    plans_ahead: True lets a job begin when its base version exists. False lets it begin when the
-    previous aggregation was made.
+    Every worker needs the same time for a sample. Jobs of the next aggregation come first. A job
+    whose update is never aggregated is not trained.
+    plans_ahead: True lets a job begin when its base version exists. False also waits for the
+    aggregation before its own.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

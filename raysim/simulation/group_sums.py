@@ -125,8 +125,8 @@ def fetch_sums(
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
     """Start to add up the sums of consecutive groups; return a reference to the total.
 
-    Each node adds up its sums. Half of a subtree on several nodes is sent to the node of the second
-    half.
+    Each node adds up its sums. If a subtree is on several nodes, one node gets the sums of both
+    halves.
     parts: the sums, in the order of the summation tree.
     """
     if len(parts) == 1:

@@ -1,13 +1,23 @@
 """Oort's selection of clients: statistical utility times system utility, with exploration.
 
 Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
-Selection" (OSDI 2021), Algorithm 1.
+Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a loss is
+
+    (U + sqrt(0.1 log R / L)) * min(1, T / D)^penalty
+
+U is the client's number of samples times its mean loss, clipped at a quantile and scaled to [0, 1].
+R is the current round, and L the round that chose the client last. D is the duration of the
+client's last job that was not lost. T is the preferred duration, a percentile of the known
+durations.
+
+Clients that have reported a loss are drawn in proportion to their utility. Exploration draws
+clients without a loss, in proportion to their samples times min(1, T / D)^penalty, where D is the
+expected duration.
 
 Differences from the paper:
-- The statistical utility uses the mean of the losses of a client's samples, which every job
-  reports. The paper uses their root mean square.
-- The statistical utility is scaled to [0, 1], and the preferred duration is a percentile of the
-  known durations, as in the released code.
+- U uses the mean of the losses of a client's samples, which every job reports. The paper uses their
+  root mean square.
+- U is scaled to [0, 1], and T is a percentile of the known durations, as in the released code.
 """
 
 from __future__ import annotations
@@ -30,17 +40,10 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """The selection rule Oort: prefer clients with large losses, many samples and short jobs.
 
-    A client's loss is known after one of its updates was aggregated. A round draws clients with a
-    known loss in proportion to their utility
-
-        (U + sqrt(0.1 log R / L)) * min(1, T / D)^penalty
-
-    U is the client's number of samples times its loss, clipped and scaled to [0, 1]. R is the
-    current round, and L the round that chose the client last. D is the duration of the client's
-    last job that was not lost. T is the preferred duration.
-
-    A round also explores: it draws clients without a known loss in proportion to their number of
-    samples times min(1, T / D)^penalty. Here D is the expected duration.
+    The loss of a client is known after one of its updates was aggregated. A client's utility grows
+    with its samples times loss, and if no recent round has chosen it. For a long job of duration D,
+    the utility is multiplied by (T / D) ** `penalty`. T is the preferred duration. The module
+    `raysim.simulation.oort` has the equation.
 
     exploration: the fraction of a round's clients that is drawn from the clients without a known
     loss.
@@ -50,12 +53,10 @@ class Oort(Selection):
     largest utility. All clients with a utility of at least `cutoff` * v can be drawn.
     clip: a quantile from 0 to 1. Samples times loss above this quantile is reduced to it.
     preferred: T is this percentile of the known durations of jobs. 100 ignores durations.
-    pacer_step: the number of rounds in a window. A rule called the pacer compares two successive
-    windows. It adds up each round's mean of samples times loss, over the chosen clients with a
-    known loss.
-    pacer_delta: the percentage points that are added to `preferred` if the later window has the
-    smaller sum.
-    penalty: the exponent of min(1, T / D).
+    pacer_step: the number of rounds in a window. A rule called the pacer compares the chosen
+    clients' samples times loss in two successive windows.
+    pacer_delta: the percentage points that are added to `preferred` if this falls.
+    penalty: the exponent of T / D.
     """
 
     exploration: float = 0.9
@@ -82,14 +83,11 @@ class Oort(Selection):
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
         """Return the initial arrays of this rule's memory, by name.
 
-        A round is one choice of clients by this rule; rounds are counted from 1.
-
-        - "round": the number of rounds so far.
+        - "round": the number of rounds (choices of clients) so far.
         - "exploration", "preferred": the present values of these options.
-        - "chosen_in" [clients]: the latest round that chose the client; 0 for none.
+        - "chosen_in" [clients]: the latest round that chose the client, from 1; 0 for none.
         - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": the mean of samples times loss over the clients in "exploited", for up to 2 *
-          `pacer_step` rounds in order.
+        - "utilities": the mean samples times loss of "exploited" in up to 2 * `pacer_step` rounds.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
         """
         return {
@@ -105,10 +103,9 @@ class Oort(Selection):
     def select(self, view: SelectionView) -> np.ndarray:
         """Return up to `view.count` idle clients to dispatch, in random order.
 
-        If `view.count` is at least `view.concurrency`, or clients are divided into pools, each call
-        is a new round, which chooses `view.count` clients. Otherwise a round chooses
-        `view.concurrency` clients and stores them in the array "picks". `select` takes idle clients
-        from there and drops busy ones; if there are too few, a new round fills "picks".
+        With pools, or if `view.count` is at least `view.concurrency`, each call is a new round.
+        Otherwise a round chooses `view.concurrency` clients and stores them in the array "picks".
+        Calls take idle clients from there, until a new round is needed.
         """
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)

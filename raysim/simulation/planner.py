@@ -1,9 +1,8 @@
 """Plan a run on virtual time: dispatches, base versions, and how each job ends.
 
-The plan is a function of configuration and seed, so the end of a job is known before a worker gets
-the job. If the selection needs reports of clients, or if messages change in size, the plan also
-depends on training results. Then an aggregation is planned only after the server has made the
-previous one.
+The plan follows from configuration and seed, so the end of a job is known before its training. If
+the selection needs reports of clients, or if messages change in size, the plan also depends on
+training results. Then an aggregation is planned after the server has made the previous one.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ class Messages(Protocol):
     def saved(self, client: int, version: int) -> int:
         """Return by how many floats messages make a client's next download smaller.
 
-        The result is 0 if the messages since the client's last job are larger than the parameters,
-        or if this is the client's first job. Call this function once for each job: it also records
-        that the client now has `version`.
+        The result is 0 for a client's first job, or if the parameters are smaller. Call this once
+        for each job, because it records that the client has `version`.
         version: the base version of the client's next job.
         """
         ...
@@ -97,17 +95,14 @@ class PlannedAggregation:
     version: the number of the run's earlier aggregations.
     site: the replica that aggregates, if each replica has its own schedule; otherwise 0.
     site_version: the number of earlier aggregations of this site.
-    site_down, site_up: the floats that this site's clients received and sent since the run's start.
     meets: True if the replicas exchange in this aggregation.
-    now: the virtual time in seconds since the run's start. If the replicas exchange, it is the end
-    of the exchange.
-    dispatched, lost, discarded: the jobs that were dispatched, lost or discarded since the previous
-    aggregation.
+    now: the virtual time in seconds, after an exchange.
+    dispatched, lost, discarded: the jobs with these events since the previous aggregation.
     aggregated: the jobs that are aggregated, in the order in which their updates are summed.
-    down, up: the floats that all clients received and sent since the run's start.
+    down, up: the floats that all clients received and sent since the run's start; `site_down` and
+    `site_up` count only this site's clients.
     between: the floats that replicas sent to each other since the run's start.
-    costs: energy, money and CO2 since the run's start, by column of the history. {} if the fleet
-    has no costs.
+    costs: energy, money and CO2 since the run's start, by column of the history.
     """
 
     version: int = 0
@@ -146,8 +141,8 @@ class PlannedAggregation:
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Yield random positions in an array of clients; a position may be repeated.
 
-    The iterator stops after at least `clients` positions, and at least `DRAWS_PER_CLIENT` positions
-    for each needed client. Then it is faster to list all idle clients and to draw from the list.
+    The iterator stops after max(`clients`, `DRAWS_PER_CLIENT` * `count`) positions or more. Then it
+    is faster to list all idle clients.
     clients: the length of the array.
     count: the number of different, idle clients that the caller needs.
     """
@@ -165,9 +160,8 @@ def _draw_positions(generator: np.random.Generator, clients: int, count: int) ->
 class Site:
     """The clients for which one schedule decides, and the jobs of these clients.
 
-    A run has one site with all clients, or a site for each replica if each replica has a schedule.
-    pool: the index of the site's replica, from whose clients the schedule draws; -1 for all
-    clients.
+    A run has one site, or one for each replica if each replica has a schedule.
+    pool: the site's replica, or -1 for all clients.
     members: the number of clients of this site that have samples.
     pools: the number of pools that the schedule makes of clients with similar speed.
     """
@@ -192,16 +186,15 @@ class Planner:
 
     counts: int64 [clients], the number of training samples of each client. A client without samples
     is never dispatched.
-    load: function that returns the `Load` of a client's next job. Its arguments are the client, the
-    base version, the number of the client's earlier jobs, and how many of these were aggregated.
+    load: returns the `Load` of a client's next job. Its arguments are the client, the base version,
+    the number of the client's earlier jobs, and how many of these were aggregated.
     patience: the run fails if no client is available in its first `patience` virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
-    costs: adds up energy, money and CO2; None if the fleet has no costs.
-    messages: the compressed changes that clients receive in place of the parameters; None if the
-    server sends parameters.
-    loads_vary: True if the sizes of messages change from version to version. Then a job can be
-    planned only after its base version was made.
+    costs: adds up energy, money and CO2.
+    messages: the compressed changes that clients receive in place of the parameters.
+    loads_vary: True if the sizes of messages change. Then a job is planned after its base version
+    was made.
     """
 
     def __init__(
@@ -498,7 +491,7 @@ class Planner:
     def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
         """Remove jobs from the list `site.arrived`; return the removed jobs by number.
 
-        purpose: what the schedule wants to do with the jobs, "aggregate" or "discard", for errors.
+        purpose: "aggregate" or "discard", for errors.
         Raises RuntimeError if `site.arrived` lacks one of the jobs.
         """
         removed = {job.number: job for job in site.arrived if job.number in numbers}
@@ -552,12 +545,10 @@ class Planner:
         return aggregation
 
     def _exchange_if_due(self, site: Site, aggregation: PlannedAggregation) -> None:
-        """Let the replicas exchange after an aggregation, if an exchange is due now.
+        """Let the replicas exchange after an aggregation of `site`, if an exchange is due now.
 
-        Virtual time advances to the end of the exchange. Jobs can end in this time, but no job is
-        dispatched and nothing is aggregated.
-        site: the site that has aggregated.
-        aggregation: this function adds an exchange to its fields.
+        Virtual time advances to the end of the exchange. Jobs can end in this time, but none is
+        dispatched or aggregated. The exchange is added to `aggregation`.
         """
         network = self._network
         site.since_meeting += 1
@@ -818,9 +809,9 @@ class Planner:
         """Return the virtual time at which a client of a short pool next becomes available.
 
         A pool is short if the schedule has just requested more clients than are idle and available
-        in it. The result is infinity if clients are always available. It is also infinity if none
-        becomes available any more, but jobs are in flight.
-        Raises NoClientsLeftError if none becomes available any more and no job is in flight.
+        in it. The result is infinity if clients are always available, or if only jobs in flight can
+        help.
+        Raises NoClientsLeftError if no client becomes available and no job is in flight.
         Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """
         if self.devices.presence is None:
@@ -900,10 +891,9 @@ class Planner:
     ) -> None:
         """Continue from a stored state; this planner must not have planned anything yet.
 
-        state, selection: what the methods `state` and `selection_arrays` returned.
-        participations, accepted: int32 [clients], how many jobs of each client there were, and how
-        many of them were aggregated.
-        received: what the property `received` returned; None if the server sends all parameters.
+        The arguments are what `state`, `selection_arrays` and `received` returned, and for each
+        client the numbers of its jobs (`participations`) and of its aggregated jobs (`accepted`),
+        int32 [clients].
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

@@ -36,8 +36,8 @@ def collect_contributions(
 ) -> None:
     """Collect the arrays that clients send before round 0, and give them to the methods.
 
-    Each client with samples sends its arrays once. The planner counts this traffic. The methods
-    make the server state of all replicas from the arrays.
+    Each client with samples sends its arrays once, and the planner counts this traffic. The methods
+    make the server state from them.
     """
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:

@@ -124,9 +124,8 @@ def add_idle_time(
 ) -> Track:
     """Add idle time to the times that a worker has measured; return all times by activity.
 
-    Idle time before the coordinator makes the next call is "waiting". Idle time after it is
-    "messages".
-    call_times: the times at which the coordinator made the calls, in the order of the calls.
+    Idle time before the coordinator makes the next call is "waiting"; after it, "messages".
+    call_times: when the coordinator made the calls.
     start, stop: the beginning and the end of the profile. All times are in seconds since the epoch.
     """
     waiting = messages = 0.0

@@ -21,10 +21,9 @@ MIN_STEP_BYTES = 2**26
 class ReplicaMemory:
     """The object that moves replicas to disk if they need too much memory.
 
-    The replica whose last change is longest ago is moved first: its vector and server state become
-    tensors in a memory-mapped file.
-    budget: the most bytes of replicas in memory; infinity means no limit.
-    folder: the folder of the file; "" is the system's folder for temporary files.
+    The replica that changed longest ago is moved first.
+    budget: the most bytes of replicas in memory.
+    folder: where their file is; "" is the system's folder for temporary files.
     moves_state: False keeps the server state in memory, because all replicas share it.
     """
 
@@ -46,8 +45,7 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Make room in memory for the tensors of a replica, before the caller reads these tensors.
 
-        If this replica and replicas that were loaded from disk exceed a limit together, remove the
-        loaded ones from memory. Do nothing for a replica that is not on disk.
+        If necessary, replicas that were loaded from disk are removed from memory.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))

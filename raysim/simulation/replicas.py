@@ -30,19 +30,17 @@ class Replicas:
     """The replicas (models of the server) of a run, each with a `Server` of its own.
 
     Attributes:
-    - version: the number of the run's aggregations so far, counted over all replicas.
+    - version: the number of the run's aggregations so far, over all replicas.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica, an integer that identifies its model. A changed replica gets an
-      integer that no model had before. Replicas with equal models may have the same integer.
+    - numbers: for each replica, an integer that identifies its model. A changed replica gets a new
+      integer. Replicas with equal models may have the same integer.
     - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
-      replica, it is the replica that the client trained last.
+      replica, it is the one that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
-    network: which clients each replica serves, and when replicas exchange.
-    set_clients: function that tells a server which clients it has. Its arguments are `clients_of`
-    and the server. None if clients never move between replicas.
-    budget: the most bytes of replicas in memory. Replicas that have been idle longest are moved to
-    disk.
+    set_clients: called with `clients_of` and a server, to tell the server which clients it has.
+    None if clients never move between replicas.
+    budget: the most bytes of replicas in memory. Idle replicas beyond it are moved to disk.
     folder: the folder for replicas on disk.
     """
 
@@ -290,9 +288,9 @@ class Replicas:
     ) -> None:
         """Make the next version of each replica that has updates; exchange if the plan says so.
 
-        jobs: the jobs of the aggregation, in the order in which they are aggregated.
+        jobs: in the order in which they are aggregated.
         updates: one for each job; None for a failed job.
-        sums: the sums of updates that workers have computed. A key has the numbers of the jobs.
+        sums: the sums of updates that workers have computed, by the numbers of their jobs.
         Raises AggregationError if a next version cannot be made.
         """
         staleness = aggregation.staleness
@@ -510,9 +508,8 @@ class Replicas:
 class _Bases(Mapping[int, PublishedVersion]):
     """The base versions of one replica's jobs, as a mapping from `Job.version` to the version.
 
-    versions: the published versions of all replicas, by `Job.base`. `Job.version` may be the same
-    for jobs of different replicas.
-    number_of: maps `Job.version` to `Job.base` for the jobs of this replica.
+    versions: the published versions of all replicas, by `Job.base`.
+    number_of: maps `Job.version` to `Job.base` for this replica's jobs.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

@@ -22,7 +22,7 @@ class PendingRound:
     row: the columns of the history so far, without scores.
     probes: the probes of local models, if `evaluate.probe` is set.
     jobs: the jobs that ended in this round.
-    scorings: the calls that score models of this round; the scores may not have arrived yet.
+    scorings: the calls that score this round's models.
     scored: the vector and the integer buffers of the scored model; None if this round is not
     scored.
     """

@@ -91,8 +91,8 @@ class Runtime(Protocol):
 
         On a Ray cluster, a separate process of the node does this.
 
-        parts: for each sum, the positions of its updates in the order of aggregation. The updates
-        of a range must be a subtree of the summation tree (`tree_sum`).
+        parts: for each sum, the positions of its updates in the order of aggregation. They must
+        form a subtree of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.
         """
         ...

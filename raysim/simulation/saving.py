@@ -20,12 +20,11 @@ class RunSaver:
     """The object that saves and restores a run.
 
     run: the parts of the run that a checkpoint stores.
-    initial: the initial model. The tensors of the final model get the same names.
+    initial: a model with the names of the final model's tensors.
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.
-    address: the path or the URL of the checkpoint to continue from; "" starts a new run.
-    base: the checksum of frozen weights, which the final model's file gets; "" if no weight is
-    frozen.
+    address: the checkpoint to continue from; "" starts a new run.
+    base: the checksum of frozen weights for the final model's file; "" if no weight is frozen.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ class View(NamedTuple):
     version: the number of aggregations so far.
     running: the jobs in flight by number, in the order of their dispatch, without jobs that the
     schedule has decided to discard.
-    arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
-    together are in the order of their clients' numbers.
+    arrived: the jobs whose updates have arrived, in this order. Updates that arrive together are in
+    the order of their clients' numbers.
     idle: the number of clients that have samples and no job; some of them may be unavailable.
     sent: the number of jobs that were dispatched since the last aggregation.
-    since: the virtual time of the first dispatch since the last aggregation; without one, of the
-    last aggregation.
-    in_pool: for each pool, the number of its jobs in `running`; empty without pools.
+    since: the virtual time of the first dispatch since the last aggregation, or of this aggregation
+    if there was none.
+    in_pool: for each pool, the number of its jobs in `running`.
     short: the pools in which a `Dispatch` at this virtual time has found too few available clients.
     """
 
@@ -53,11 +53,10 @@ class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
     If fewer than `count` clients are idle and available, all of them are dispatched. The schedule
-    then decides again when a job ends or a client becomes available. With a pool, it decides again
-    at once, with this pool in `View.short`.
+    decides again when a job ends or a client becomes available. With a pool, it decides again at
+    once, with this pool in `View.short`.
 
-    pool: the number of the pool (group of clients with similar speed) to draw from; -1 draws from
-    all clients.
+    pool: the pool (group of clients with similar speed) to draw from; -1 draws from all clients.
     """
 
     count: int
@@ -253,8 +252,8 @@ class Deadline(_Policy):
     If no update has arrived at the limit, the round waits for the first one.
     cohort: the number of clients that a round dispatches.
     seconds: the time limit in virtual seconds.
-    late: "discard" discards updates that arrive after the limit. "stale" aggregates them in the
-    round in which they arrive, unless their staleness is above `max_staleness`.
+    late: what happens to updates after the limit. "discard": they are discarded. "stale": they are
+    aggregated in the round in which they arrive.
     max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
 

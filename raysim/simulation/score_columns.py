@@ -31,8 +31,7 @@ def mean_score(values: np.ndarray) -> float:
 class ScoredClients(Protocol):
     """The clients whose models are scored in a round, and their scores.
 
-    clients, unseen: the scored clients that take part in the training, and those that never do.
-    version: the number of the scored version.
+    unseen: the scored clients that never take part in the training; `clients` has all others.
     client_scores: for each column, pairs of client numbers and scores. `ScoreColumns` appends
     pairs.
     """
@@ -46,14 +45,14 @@ class ScoredClients(Protocol):
 class ScoreColumns:
     """The object that makes the columns of the history for one metric.
 
-    A metric computes a value for each sample. `metric.summarise` computes a score from the values
-    of several samples. A client's best round is the round with its best validation score.
+    A metric computes a value for each sample. `metric.summarise` makes a score from the values of
+    several samples.
 
     values_index: the index of this metric's values in `ScoringReport.scores`.
     personal: True if each client is scored with a model of its own.
     test_counts, validation_counts: int64 [clients], the number of samples of each client.
-    best: the best rounds so far. None if `metric` is not the main metric (the first of
-    `evaluate.metrics`), or if clients have no validation samples.
+    best: the rounds with the best validation scores so far. None without validation samples, or if
+    `metric` is not the main metric, the first of `evaluate.metrics`.
     """
 
     def __init__(
@@ -107,11 +106,9 @@ class ScoreColumns:
         """Return columns with scores of personal models, where each client has its own model.
 
         The columns have the mean and the worst test score, over trained clients and over unseen
-        clients. If suffix="" and there are validation samples, `_best_columns` adds further
-        columns.
+        clients. If suffix="", `_best_columns` adds further columns.
         tested, validated: for each client, the metric's values for its test or validation samples.
         suffix: the end of the columns' names: "_finetuned" for fine-tuned models, otherwise "".
-        scoring: the score of each client is added to `scoring.client_scores`.
         """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
@@ -130,16 +127,14 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        The mean model has the mean of the parameters of all replicas. The columns are:
-        - the score of the mean model, and its score in its worst domain if there are several
-          domains,
+        The columns are:
+        - the score of the mean of all replicas, and its score in its worst domain,
         - the average and the worst of the replicas' scores,
-        - for the main metric with validation samples: the round in which the clients' models had
-          the best mean validation score, and the mean model's score in this round.
+        - for the main metric: the mean's score in the round in which the clients' models had the
+          best mean validation score, and the number of this round.
 
-        mean: the metric's values of the mean model for the samples of the central test set.
-        replicas: the same values for each replica.
-        own: the columns with scores of the clients' models, with their mean validation score.
+        mean, replicas: the metric's values for the test samples, of the mean and of each replica.
+        own: the columns with scores of the clients' models.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -154,11 +149,11 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the mean and the worst of the clients' test scores.
 
-        If there are 2 to `MAX_DOMAIN_COLUMNS` domains, add the score of each domain.
+        If there are 2 to `MAX_DOMAIN_COLUMNS` domains, add the score of each domain. Each client's
+        score is added to `scoring.client_scores`.
 
         suffix: the end of the columns' names, such as "_best".
         values: the metric's value for each test sample, one client after another.
-        scoring: the score of each client is added to `scoring.client_scores`.
         """
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
@@ -218,15 +213,12 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with test scores from best rounds, and columns with validation scores.
 
-        The test scores are those of `_client_columns`, each from the best round of its client. For
-        a client without validation samples, this is the current round. The validation scores are
-        means over the clients, in the current round and in the best rounds.
+        The test scores are those of `_client_columns`, each from the best round of its client. The
+        validation scores are means over the clients, in this round and in the best rounds. If
+        `metric` is not the main metric, the only column is the validation score of this round.
 
-        If `metric` is not the main metric, the only column is the current validation score. Return
-        {} if no client is scored.
-
-        tested, validated: the metric's value for each test or validation sample, one client after
-        another.
+        tested, validated: the metric's value for each test or validation sample, client after
+        client.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):
@@ -246,8 +238,8 @@ class ScoreColumns:
     def _best_shared_columns(self, version: int, row: Row) -> Row:
         """Return columns about the shared model's best round so far: its number and a test score.
 
-        The best round has the best mean validation score. The test score needs a central test set.
-        Return {} if `metric` is not the main metric, or if there are no validation samples.
+        The best round has the best mean validation score. Return {} without this score, or if
+        `metric` is not the main metric.
 
         version: the number of the scored version.
         row: the columns of this round.
