@@ -16,8 +16,7 @@ Departures from the paper
 - F includes the loss terms of other methods. Weight decay, momentum and corrections of the gradient
   are applied at theta.
 - Stages with another loss use the gradient at theta.
-- Both gradients use the same dropout masks. Only the first forward pass updates BatchNorm's running
-  statistics.
+- Only the first forward pass updates BatchNorm's running statistics.
 - Clients are weighted by samples. Models of rounds are not averaged (SWA).
 """
 

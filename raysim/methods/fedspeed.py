@@ -9,8 +9,6 @@ local steps. F is the loss, and c_k the client's correction, at first 0:
     c_k   <- c_k - (theta_K - x^t) / lam
     upload theta_K - lam c_k
 
-The server takes the plain mean of the uploads.
-
 Departures from the paper
 - The paper's experiments use alpha for rho, too.
 - F includes the loss terms of other methods. Corrections of the gradient, weight decay and momentum

@@ -55,7 +55,7 @@ def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, T
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
     Rows of A have the norm 1 and the order of the singular values. If left @ right has a rank k
-    below r, rows k + 1 to r of A are those of `old_a`, and columns k + 1 to r of B are 0.
+    below r, the last r - k columns of B are 0. The last r - k rows of A are then those of `old_a`.
 
     left: [m, R], with R >= r.
     right: [R, n].

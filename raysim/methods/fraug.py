@@ -30,7 +30,7 @@ Departures from the paper
 - The paper chose gamma for T = 300. With a smaller T, use ramp_rounds=300.
 - The norm of generated features has no limit. The run warns above 10 times the norm of real
   features. A smaller lambda_G or learning rate of the generator helps.
-- BatchNorm layers are found by type. The names in the authors' code miss the shortcuts of a ResNet.
+- BatchNorm layers are found by type, so also in the shortcuts of a ResNet.
 - The optimizers of generator and RTNet have multiples of local.lr, otherwise the local settings.
 """
 

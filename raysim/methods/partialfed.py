@@ -360,8 +360,7 @@ def _mix(
 
     Networks that other methods added always have the received values.
     entries: the tensors of the result, with their positions in `received` and `previous`.
-    layers: the paths of the model's L layers.
-    mask: bool [L], True for layers that get the received values.
+    mask: for each of `layers`, True if it gets the received values.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -401,10 +400,9 @@ def _fold_statistics(
 ) -> dict[str, Tensor]:
     """Return tensors of a BatchNorm that let gradients reach its running statistics.
 
-    torch computes no such gradients. In eval mode, the result gives the same outputs: its weight
-    and bias contain the statistics, whose own values become 0 and 1 - eps. Statistics of a
+    torch computes no such gradients. The new weight and bias contain the statistics, so outputs in
+    eval mode do not change. The new mean is 0, and the new variance 1 - eps. Statistics of a
     BatchNorm without weight and bias are returned unchanged, without gradients.
-    path: the path of the BatchNorm in the model.
     tensors: the model's tensors by path.
     """
     mean, var = tensors[f"{path}.running_mean"], tensors[f"{path}.running_var"]

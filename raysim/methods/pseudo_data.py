@@ -310,7 +310,6 @@ def proxy_means(
     """Return means of normalised training samples of a public set, [size[0], ...].
 
     proxy: the source of the public set, with the mean and deviation of the normalisation.
-    dataset: the public set, which `proxy` has built.
     size: the number of means, and the number of samples in each mean.
     sources: a rule that the module's docstring describes.
     """

@@ -12,7 +12,6 @@ Departures from the paper
 - F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
 - |D_i| is over the shared trainable parameters.
-- Each client uploads F_i and L |D_i|^2.
 - Buffers are averaged with the weights F_i^q.
 """
 

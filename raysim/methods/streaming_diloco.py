@@ -64,9 +64,9 @@ WHOLE_MODEL_METHODS = (
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
     """Return the slices of the vector that belong to each fragment, which consists of whole layers.
 
-    A layer's name is the name of its parameters up to the first number, such as
-    "model.net.blocks.0"; without a number, it is the name of their module. With fewer layers than
-    fragments, some fragments are empty.
+    A layer is named by its parameters' names up to the first number, such as "model.net.blocks.0".
+    Without a number, a layer is a module. With fewer layers than fragments, some fragments are
+    empty.
 
     pattern: "strided" puts layer i into fragment i mod count; "sequential" keeps neighbouring
     layers together.

@@ -23,7 +23,6 @@ Departures from the paper
   forward pass gives all other terms, as in FedBR's code, and updates BatchNorm's statistics, too.
 - BatchNorm's running statistics come from real and virtual images. Therefore the data should be
   normalised.
-- The authors' distance between domains, which has weight 0, is left out.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ def split_network(
 ) -> Classifier:
     """Return the network, split into an extractor and a linear head.
 
-    A `Classifier` is returned unchanged. With head=None, the result is a `WholeNetwork` if the last
-    linear layer does not compute the outputs, the outputs have more than 2 dimensions, or
-    num_classes is 0.
+    A `Classifier` is returned unchanged. With head=None, the result is a `WholeNetwork` in three
+    cases. The last linear layer does not compute the outputs, the outputs have more than 2
+    dimensions, or num_classes is 0.
     inputs: examples [B, ...], with which the split network is tested.
     head: the name of the linear layer that computes the outputs; None means the last linear layer.
     Raise ValueError if the network refuses these examples, does not have `num_classes` outputs, or

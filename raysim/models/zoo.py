@@ -327,7 +327,6 @@ def _check_shapes(
 ) -> None:
     """Raise ValueError if pretrained weights have other shapes than the weights of the model.
 
-    name: `model.name`, for the error.
     mismatched: names of weights with their shapes in the file and in the model.
     head_size: the number of outputs of the head, whose weights may differ; None requires equal
     shapes there.

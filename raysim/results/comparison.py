@@ -65,10 +65,10 @@ class Report:
     def thresholds(self) -> pd.DataFrame:
         """Return a row for each target score and setting, with the costs of reaching the score.
 
-        The costs are rounds, bytes, virtual and wall seconds, and the fleet's energy, money and
-        CO2, up to the first round that reaches the score. They are means over the seeds that reach
-        it, with sample standard deviations such as "rounds_std". A cost that is 0 everywhere has no
-        column.
+        The costs are counted up to the first round that reaches the score: rounds, bytes, virtual
+        and wall seconds, and the fleet's energy, money and CO2. They are means over the seeds that
+        reach it, with sample standard deviations such as "rounds_std". A cost that is 0 everywhere
+        has no column.
         """
         return to_frame(threshold_columns(self.groups, self.view))
 

@@ -96,7 +96,6 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
 
     The curve has at most `MAX_POINTS` of the rounds that all runs measured. Traffic and times are
     means, too. With at least `MIN_PAIRS` seeds, it has sample standard deviations.
-    key: the column.
     index: position of the curve in the plot, which selects colour and dashes.
     """
     curves = [curve(label, rows, key, index) for rows in histories]
@@ -285,7 +284,6 @@ def gap_dashes(
 
     The result is matplotlib's (offset, (length of a dash, length of a gap)), in line widths.
     points: the new line, a dict from x to y.
-    drawn: the earlier lines.
     tolerance: the largest difference of y values that look the same.
     """
     below = sum(_overlap(points, other, tolerance) for other in drawn)

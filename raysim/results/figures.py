@@ -285,8 +285,7 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     Panels show accuracies, features compared with the received model's, and outputs for samples of
     classes that the client does not have.
 
-    rows: the rows of the history.
-    Returns False, and writes nothing, if the history has no probes.
+     Returns False, and writes nothing, if the history has no probes.
     """
     if not finite_values([row.get(key) for row in rows for key in _PROBE_COLUMNS]):
         return False

@@ -25,7 +25,6 @@ def better_direction(
 
     metric: a key of the summary.
     is_error: True if lower scores of the main metric, such as "final", are better.
-    lower, higher: the metrics for which a lower or a higher score is better.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1

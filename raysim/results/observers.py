@@ -88,13 +88,11 @@ class CurrentRun:
     """A run while it is running, as its observers see it. Observers must not change it.
 
     rounds: the planned number of rounds.
-    title: the title of the run's pictures.
     facts: the entries of the summary that are not computed from the history.
     thresholds: `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, with the earlier rounds of a resumed run.
     finished: the event that ends the run; None before.
     profile: the division of the wall time; None before the end, or without `profile=true`.
-    pictures: the paths of the pictures, drawn at the end.
     url: the address of a copy of the run's folder, without a password; "" if there is none.
     """
 
@@ -709,9 +707,7 @@ class TrackingObserver(Observer):
 
     If all clients share one model, it also saves the model in MLflow's format.
     config: MLflow shows it as parameters.
-    tags: MLflow's tags of the run.
     spec: the description of the run, with which the model is built.
-    note: prints a line.
     activity: shows a text while the model is saved.
     study: the folder of the run's study or sweep; None if there is none.
     leaves_model: True if `raysim ui` will save the model later.

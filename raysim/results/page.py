@@ -115,8 +115,6 @@ class PagePart:
     pictures: PNGs.
     plots: rows of SVGs, the results of `_row_of_plots`.
     folded: more such rows, by title, which the reader can unfold.
-    notes: sentences at the end of the part.
-    texts: configurations.
     """
 
     title: str
@@ -139,7 +137,6 @@ def write_report(
 ) -> Path:
     """Write `report.html` and one PNG for each metric and loss; return the path of the page.
 
-    groups: one group of runs for each setting.
     title: the heading of the page; "" uses the name of the only run, or the number of runs.
     sections: additional sections after the table of results.
     results: a section that replaces the usual table of results, with one row for each group.
@@ -313,7 +310,6 @@ def setting_curves(
 
     The result maps a column of the histories to (title, label of the vertical axis, curves). Each
     setting with values has one curve.
-    groups: one group of runs for each setting.
     """
     runs = [run for group in groups for run in group.runs]
     is_percent = share_factor(runs, view.percent) != 1.0

@@ -76,7 +76,7 @@ def activity_line(console: Console, text: str) -> Iterator[None]:
 class Progress:
     """The progress of a run: round, scores, seconds per round, time left and failures.
 
-    total: the planned number of rounds.
+    total: the planned rounds.
     done: the finished rounds of a resumed run.
     quiet: True shows neither the bar nor lines.
     console: the terminal or the log; None prints to the standard output.
@@ -185,7 +185,6 @@ class Progress:
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
-        clients: the names of the clients that the worker trains.
         seconds: the time since the worker's last answer.
         node: name and address of the worker's node; "" if unknown.
         replaced_after: the seconds after which the worker is replaced; infinity means never.

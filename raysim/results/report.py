@@ -383,7 +383,6 @@ def comparison_table(
     """Return the comparison as text: a row for each run, or each setting if it has several seeds.
 
     Options that all runs share are above the table. Lines below explain its marks.
-    groups: one group of runs for each setting.
     width: the longest line in characters; 0 means no limit. Columns that do not fit are printed
     below.
     """
@@ -689,8 +688,8 @@ def threshold_columns(
 ) -> list[Column]:
     """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
-    A row is a target score and a group. The costs, up to the first round that reaches the score,
-    are rounds, bytes, times, and the fleet's energy, money and CO2. Each is mean ± sample standard
+    A row is a target score and a group. The costs are rounds, bytes, times, and the fleet's energy,
+    money and CO2, up to the first round that reaches the score. Each cost is mean ± sample standard
     deviation over the seeds that reach it.
     view: if `view.thresholds` is (), the target scores come from `rounds_to` in the summaries.
     limit: the number of these target scores; only the highest reached ones have rows.

@@ -249,8 +249,8 @@ def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], 
     """Return the configuration keys that distinguish runs, and the number of omitted keys.
 
     The first result maps a key of `differing_settings` to a list with the value of each run. A key
-    such as `partition.alpha` is omitted if only some runs have it and all of these use the default:
-    the key `partition` already distinguishes them. Keys of methods are never omitted.
+    such as `partition.alpha` is omitted if only some runs have it, and all of these use the
+    default. The key `partition` already distinguishes such runs. Keys of methods are never omitted.
     """
     differing = differing_settings(runs)
     shown = {}

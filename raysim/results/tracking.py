@@ -271,7 +271,6 @@ class Tracker(StoredTracker):
     say: prints one sentence, called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
     command: a message names this command to resume the run if rows were not sent.
-    connect: returns a connected server for an address.
     """
 
     def __init__(
@@ -352,7 +351,6 @@ class Tracker(StoredTracker):
     ) -> None:
         """Tell the sending thread that the run has ended; do not wait until everything is sent.
 
-        artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
         model: `PENDING` if `raysim ui` must still make the model in MLflow's format; otherwise
         None.
@@ -461,7 +459,6 @@ def make_tracker(
 
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
-    say: prints one sentence.
     command: a message names this command to resume the run if rows were not sent.
     """
     if not uri:
@@ -480,8 +477,6 @@ def replay(
 
     An untracked run sends nothing. If MLflow cannot be used, `say` gets the reason.
     uri: the address of the server; "" takes the SQLite file next to the run's folder.
-    say: prints one sentence.
-    connect: returns a connected server.
     """
     folder = Path(folder)
     record, backlog = read_record(folder), read_backlog(folder)

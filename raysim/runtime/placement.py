@@ -200,8 +200,6 @@ def choose_size(
     """Return the number of workers and their resources.
 
     The number is `runtime.workers`, or as many as fit on the nodes, but at most `most`.
-    per_worker: the resources that a worker reserves.
-    nodes: the resources of each node.
     most: the number of clients in flight at once.
     Raises NoRoomError if fewer workers fit than `runtime.workers`, or none.
     """

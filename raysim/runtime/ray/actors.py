@@ -101,8 +101,8 @@ def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> 
     """Return the run; its data set's path is changed to a path that exists on this node.
 
     If the path does not exist, the node's first process writes the file for all its processes.
-    content: a list with a reference to the content of the file; [] if all processes of the run are
-    on one node, which changes nothing.
+    content: a list with a reference to the content of the file. [] changes nothing, because all
+    processes of the run are on one node.
     """
     path = spec.data.dataset_path
     if not content or path.exists():
@@ -290,7 +290,6 @@ class RayCoordinator:
 class RayRuntime:
     """A `Runtime` whose workers are Ray actors and whose values are in Ray's object store.
 
-    start: starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has the number 0.
     combine_from: if the model has at least this number of floats, each node adds up the sums of its
@@ -804,7 +803,6 @@ def start_workers_in(
     """Start workers in the bundles of a placement group, all at the same time.
 
     group: bundle 0 belongs to the coordinator, bundle 1 to worker 0, and so on.
-    name: the beginning of the actors' names in Ray.
     spec: the run, which stays in the object store for workers that replace dead ones.
     content: a list with a reference to the bytes of the data set's file; [] if all processes of the
     run are on one node.
