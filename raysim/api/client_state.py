@@ -23,13 +23,13 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that raysim stores for a client between its jobs.
 
-    T is the type of the arrays: a tensor on a worker, a NumPy array elsewhere.
+    T is a tensor on a worker, a NumPy array elsewhere.
 
-    personal: the floats [layout.personal] of networks that stay on the client: first parameters,
-    then buffers such as BatchNorm's running means.
-    counters: all integer buffers that stay on the client, such as BatchNorm's counts of batches.
-    methods: the client state of all methods, by "method.name", such as "scaffold.control". States
-    of kept optimizers have names that begin with "local.kept.".
+    personal: floats of networks that stay on the client, [layout.personal]: parameters, then
+    buffers such as running means.
+    counters: integer buffers that stay on the client, such as counts of batches.
+    methods: the methods' client state by "method.name", such as "scaffold.control". Names of kept
+    optimizers' states begin with "local.kept.".
     """
 
     personal: T

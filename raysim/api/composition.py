@@ -206,9 +206,9 @@ def _names_in(code: CodeType) -> set[str]:
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method in a list has a wrong name or a wrong hook.
 
-    Names must exist and differ. A function must not have the name of a hook of version 0.1.0 that
-    was replaced, unless the method itself uses it. A hook must accept raysim's arguments. At most
-    one method may override the hook `model`.
+    Names must exist and differ. A function must not have the name of a replaced hook of version
+    0.1.0, unless the method's functions use it. Hooks must accept raysim's arguments. Only one
+    method may override `model`.
     """
     for method in methods:
         check_name(method)
@@ -431,8 +431,8 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 def _unmet_needs(task: Task, has_features: bool) -> Mapping[Need, str]:
     """Return the needs that this task or model does not meet, each with a reason.
 
-    A reason begins with the verb "needs", because it follows a method's name in an error.
-    "gradients" is left out, because it depends on the methods.
+    A reason follows a method's name in an error, so it begins with "needs". "gradients" is left
+    out, because it depends on the methods.
     has_features: True if the model has features in front of a linear head.
     """
     missing: dict[Need, str] = {}

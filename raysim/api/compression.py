@@ -1,24 +1,24 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
 Clients send compressed updates of the shared parameters ("up"). The server sends its compressed
-step ("down"), and server and clients add the same decoded step to the version. BatchNorm statistics
-and tensors of methods are not compressed.
+step ("down"), and server and clients add the same decoded step. BatchNorm statistics and tensors of
+methods are not compressed.
 
-Let v be the vector to send, and C(v) the vector that the receiver decodes. The memory m starts at
-0:
+Let v be the vector to send, C(v) the vector that the receiver decodes, and m a memory that starts
+at 0:
 
     none   send v:      the receiver gets C(v)
     ef21   send v - m:  the receiver gets m + C(v - m); the next m is what it gets
     ef14   send v + m:  the receiver gets C(v + m); the next m is v + m - C(v + m)
 
-Sources: ef21 is Algorithm 2 of Richtarik, Sokolov and Fatkhullin, "EF21" (NeurIPS 2021); in both
-directions EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al.
-(Interspeech 2014), as analysed by Karimireddy et al. (ICML 2019).
+Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021); in both directions, EF21-BC
+(Fatkhullin et al., 2021). ef14 is the error feedback of Seide et al. (Interspeech 2014), as
+analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
 - In the papers, v is a gradient. Here v is a client's update or the server's step.
-- EF21's server averages the latest decoded vectors of all clients. Here it aggregates only the
-  updates of the clients that took part, with their usual weights.
+- EF21's server averages the latest decoded vectors of all clients. Here it aggregates the updates
+  of the clients that took part, with their usual weights.
 - A client's memory changes only when its update is aggregated.
 """
 
@@ -114,11 +114,11 @@ class Compressor(Method):
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
-        """Return f, the number by which decoded values are multiplied under error feedback.
+        """Return f, the factor on decoded values under error feedback.
 
-        Error feedback converges if |f C(v) - v| < |v| for the decoded vector C(v) of every v except
-        0. If C(v) has the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega)
-        (EF21, Section 2).
+        Error feedback converges if |f C(v) - v| < |v| for the decoded C(v) of every v except 0. If
+        C(v) has the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega) (EF21,
+        Section 2).
         """
         return 1.0
 
@@ -244,9 +244,9 @@ class Compressor(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compress a vector; return the decoded vector and the sender's next state.
 
-        Do not change the decoded vector in place: the state may contain the same tensor.
+        Do not change the decoded vector: the state may contain the same tensor.
         values: [layout.trained], the vector to send. It may be overwritten.
-        state: the state that this function returned for the previous message, or the initial state.
+        state: the state after the previous message, or the initial state.
         key: a random number below 2^63, a new one for each message.
         Raise ValueError if the message does not have the size that `words` returns.
         """

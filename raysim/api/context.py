@@ -94,9 +94,9 @@ class WorkerView(Protocol):
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name of your choice. Later calls of a job with the same name return the same copies.
-        values: the vector [layout.total] to load; always the same for a name. None means the
-        parameters from which the job's training started.
+        name: a name of your choice. Calls of a job with the same name return the same copies.
+        values: the vector [layout.total] to load; None means the parameters from which training
+        started.
         """
         ...
 
@@ -105,13 +105,10 @@ class WorkerView(Protocol):
 class Batch:
     """A batch as the model receives it, and its original inputs and targets.
 
-    inputs: [B, ...].
-    targets: the labels [B, ...], or rows of probabilities [B, C].
+    targets: labels [B, ...], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: for Mixup, the labels of the two samples of each row and the weight of the first; else
-    None.
-    rows: the additional inputs that methods passed to `add_rows`, by the name of the method, or
-    None.
+    pair: with Mixup, the labels of each row's two samples and the weight of the first; else None.
+    rows: the inputs that methods passed to `add_rows`, by the name of the method, or None.
     """
 
     # Not frozen: a frozen dataclass takes longer to create, and there is a `Batch` for each batch.
@@ -136,14 +133,13 @@ class Batch:
 class Stage:
     """One optimizer step on a batch, with the loss and the parameters of this step.
 
-    name: hooks read it as `job.stage.name`. Stages of different names have different optimizers.
+    name: stages of different names have different optimizers.
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
-    loss: a function of a `LocalJob` and of `Outputs` that returns this stage's loss. None uses the
-    task loss, to which methods add terms.
+    loss: returns this stage's loss from a `LocalJob` and `Outputs`. None uses the task loss, to
+    which methods add terms.
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
-    rate: the factor on the learning rate in this stage.
-    modes: maps networks or modules to True for train mode and False for eval mode. The modes are
-    set in this order, before the step.
+    rate: the factor on the learning rate.
+    modes: networks or modules, with True for train mode and False for eval mode, set in this order.
     """
 
     name: str = "task"
@@ -163,30 +159,28 @@ class Stage:
 class Context:
     """All data of a job during its training.
 
-    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names:
-    "method.name", such as "scaffold.control".
+    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names, such as
+    "scaffold.control".
 
-    participation: the number of this client's jobs that were dispatched before this one.
-    version: the number of the received version.
+    participation: the number of this client's earlier jobs that were dispatched.
+    version: the number of the base version.
     samples: the number of the client's training samples.
     rate: the learning rate of this job; `step_factor` is the factor on it in the current step.
-    vector: all networks that the job trains, as one flat vector.
+    vector: all networks that the job trains.
     received: [layout.shared], the received version; the update is the change from it.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
-    base: [layout.shared], the parameters from which training starts: `received`, unless a method
-    changed them.
+    base: [layout.shared], the start of training: `received`, unless a method changed it.
     download: the tensors that the client received with the model.
     state: the client state; entries are replaced and never changed in place.
     upload: the tensors that the client sends with its update.
-    report: numbers that become columns of the history; a client does not send them.
+    report: columns of the history; a client does not send them.
     draws: the random tensors of `Setup.draw`, one for each step.
     optimizers: the local optimizers, one for each stage.
-    step: the number of the current batch, from 0.
-    kept: the values that methods stored in `LocalJob.scratch`.
-    views: the `LocalJob` of each method, by the name of the method.
+    kept: the values of `LocalJob.scratch`.
+    views: the `LocalJob` of each method.
     start: the client's personal tensors before the first step.
     plan: the batches of this job; set after the hook `begin`.
-    losses: the task loss of each step that has one, without the terms of methods; set for the hook
+    losses: the task loss of each step that has one, without terms of methods; set for the hook
     `end`.
     """
 
@@ -255,9 +249,9 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name of your choice. Later calls of a job with the same name return the same copies.
-        values: the vector [layout.total] to load; always the same for a name. None means the
-        parameters from which the job's training started.
+        name: a name of your choice. Calls of a job with the same name return the same copies.
+        values: the vector [layout.total] to load, always the same for a name. None means the
+        parameters from which training started.
         """
         return self.trainer.frozen(self, name, values)
 

@@ -39,15 +39,15 @@ class Task:
     shape: the shape of one input; [channels, height, width] for an image.
     num_classes: the number of classes, or of outputs if labels are not classes.
     clients: the number of all clients, including unseen ones.
-    tokens: the number of different tokens if inputs are sequences of token numbers; else None.
-    scored_by: the main metric; None means the first of `scores`, or the usual metric of the kind.
-    loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
-    usual loss of the kind.
+    tokens: the number of different tokens for sequences of token numbers; else None.
+    scored_by: the main metric; None means the first of `scores`, or the usual one.
+    loss: returns a loss for each sample [B] from outputs [B, C] and labels; None means the usual
+    loss.
     unseen: the number of clients that are never trained.
-    scores: the metrics to compute; () means `scored_by`, or the usual metrics of the kind.
-    lower: the user's metrics for which a lower score is better (`evaluate.lower`).
-    label_shape: the shape of one label: () for one class per sample, (height, width) for a class
-    per pixel.
+    scores: the metrics to compute; () means `scored_by`, or the usual ones.
+    lower: the user's metrics for which a lower score is better.
+    label_shape: the shape of one label, such as () for a class, (height, width) for a class per
+    pixel.
     has_unlabelled: True if some samples have no class.
     targets: the arrays of a label that is a dictionary or a list, such as boxes and their classes;
     () for usual labels.
@@ -142,8 +142,7 @@ class Finetune:
     epochs: passes over the samples, with a new local optimizer and the usual loss; 0 means none.
     head: True trains only the head, with the extractor in eval mode.
     last: True fine-tunes only after the final round.
-    samples: "own" uses the training samples; "all" also uses those that `partition.fraction` left
-    out.
+    samples: "all" adds the samples that `partition.fraction` left out of training.
     """
 
     epochs: int = 0
@@ -160,9 +159,9 @@ class Finetune:
 class Generation:
     r"""The settings `evaluate.generate.*`: texts that the final language model writes.
 
-    tokens: the largest number of tokens that are added to a prompt; 0 writes no texts.
+    tokens: the largest number of added tokens; 0 writes no texts.
     prompts: the beginnings of texts, with \n for a line break. [] makes one text without a prompt.
-    temperature: the divisor of the logits; 0 always takes the most probable token.
+    temperature: the divisor of the logits; 0 takes the most probable token.
     """
 
     tokens: int = 200
@@ -186,17 +185,17 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    every: the number of aggregations between two evaluations; the last version is always evaluated.
+    every: aggregations between two evaluations; the last version is always evaluated.
     clients: the number of clients that are drawn for each evaluation, or "all".
     finetune: fine-tuning of client models for further scores.
     common: True also scores client models on the central test set.
-    probe: the number of aggregations between two probes; 0 means never.
+    probe: aggregations between two probes; 0 means never.
     probe_rows: the approximate number of test samples for a probe.
-    decompose: the number of aggregations between two loss decompositions (see
-    `raysim.methods.loss_decomposition`); 0 means never.
+    decompose: aggregations between two loss decompositions (`raysim.methods.loss_decomposition`); 0
+    means never.
     decompose_rows: the largest number of a client's training samples for a loss decomposition.
-    metrics: the metrics to compute; [] means `metric`, or the usual ones for the data.
-    metric: the main metric; None means the first of `metrics`, or the usual one for the data.
+    metrics: the metrics to compute; [] means `metric`, or the usual ones.
+    metric: the main metric; None means the first of `metrics`, or the usual one.
     lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that are never trained, and scored in separate columns.
     generate: the texts that the final model writes, for language data.
@@ -252,32 +251,30 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "muon" trains parameters of two or more dimensions with Muon, and all others with
-    AdamW.
+    optimizer: "muon" trains parameters of one dimension with AdamW.
     lr: the learning rate.
     momentum: the momentum factor of "sgd".
     nesterov: True uses Nesterov's momentum with "sgd".
     weight_decay: the strength of weight decay.
     clip: the largest norm of a gradient; 0 for no limit.
     lr_decay: the factor on the learning rate for each version.
-    schedule: how the learning rate also changes over time; `Local.rate` has the formulas.
+    schedule: a further change of the learning rate; `Local.rate` has the formulas.
     schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
-    schedule_rounds: the version at which "cosine" and "linear" end; unused with
-    `schedule_over="steps"`.
+    schedule_rounds: the version at which "cosine" and "linear" end, with `schedule_over="rounds"`.
     final_lr: the learning rate at the end of "cosine" and "linear".
-    drop_every: the number of versions or steps between two drops of "step".
-    drop_factor: the factor by which "step" multiplies the learning rate each time.
-    warmup_rounds, warmup_steps: the first versions, and the first steps of each job, in which the
-    learning rate grows.
-    rates: factors on the learning rate of "head", "body", "adapters", or a module
-    ("model.extractor.0") or parameter by its full name.
-    epochs: the number of passes over the client's samples; None if `steps` is set.
-    steps: the number of batches of a job; None if `epochs` is set.
-    batch: the number of samples in a batch.
+    drop_every: versions or steps between two drops of "step".
+    drop_factor: the factor of each drop of "step".
+    warmup_rounds: the first versions, in which the learning rate grows.
+    warmup_steps: the first steps of each job, in which the learning rate grows.
+    rates: factors on the learning rate of "head", "body", "adapters", or a module or parameter by
+    its full name.
+    epochs: passes over the client's samples; None if `steps` is set.
+    steps: batches of a job; None if `epochs` is set.
+    batch: samples in a batch.
     sampling: "shuffle" makes passes in a new random order, whose last batch may be smaller.
     "replacement" draws every batch at random, with replacement.
     phases: the number of parts of a job's `steps`, for methods that select samples for each epoch.
-    keep_optimizer: True keeps a client's optimizer state (momentum, step counts) for the next job.
+    keep_optimizer: True keeps a client's optimizer state for the next job.
     """
 
     optimizer: OptimizerKind = "sgd"
@@ -382,7 +379,7 @@ class Local:
 
         After T, cosine and linear give final_lr. The result is multiplied by lr_decay^version and,
         if version < W, by (version + 1) / (W + 1). With `schedule_over="steps"`, "constant" is used
-        here, and `step_factors` has the schedule.
+        here.
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":
@@ -395,17 +392,12 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return for each step of a job the factor by which the job's learning rate is multiplied.
-
-        None means that all factors are 1: `schedule_over="rounds"` and `warmup_steps=0`.
+        """Return the factor on the job's learning rate for each step, or None if all are 1.
 
         The factor of step k = 0, ..., steps - 1 is a(k) s(k). The warm-up a(k) is (k + 1) /
         (warmup_steps + 1) for k < warmup_steps, and then 1. With `schedule_over="rounds"`, s(k) is
-        1. With `schedule_over="steps"`, it is given by `schedule`:
-
-            f = final_lr / lr
-            t = max(0, k - warmup_steps)
-            T = max(1, steps - warmup_steps)
+        1. Otherwise `schedule` decides. Let f = final_lr / lr, t = max(0, k - warmup_steps) and T =
+        max(1, steps - warmup_steps):
 
             constant   1
             cosine     f + (1 - f) (1 + cos(pi t / T)) / 2
@@ -486,9 +478,9 @@ class RunFacts:
 class Participation(NamedTuple):
     """A job when it is dispatched: the argument of `Method.cost` and of functions in `Setup`.
 
-    version: the version that the client receives.
+    version: the base version.
     samples: the number of the client's training samples.
-    trained_samples: the planned number of samples that the job trains on (`Local.budget`).
+    trained_samples: the planned number of samples that the job trains on.
     earlier_jobs: the client's earlier jobs that were dispatched.
     aggregated_jobs: the client's jobs that were aggregated before this version.
     client: -1 if it is unknown.

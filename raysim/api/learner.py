@@ -52,8 +52,8 @@ class EvaluationData:
     """The samples that a learner is evaluated on.
 
     client: -1 for sets that belong to no client.
-    name: "client", "validation", "central", or the name of a domain, with "central:" in front for a
-    domain of the central test set.
+    name: "client", "validation", "central", or a domain, with "central:" in front for the central
+    test set.
     rows: int64 [n], the positions of the samples in the data set.
     state: the client state that the learner declared, by name; empty without a client.
     """
@@ -76,9 +76,9 @@ class Learner(Method):
     Implement `initial`, `fit`, and `predict` or `evaluate`. Choose the learner with the group
     `learner`, or with `raysim.run(learner=MyLearner())`.
 
-    Parameters are a nested structure of arrays, or bytes such as serialized trees. The server
-    averages arrays of floats. Each entry of other arrays becomes the largest value among the
-    clients. A learner with bytes must implement `aggregate`.
+    Parameters are a nested structure of arrays, or bytes. The server averages arrays of floats.
+    Each entry of other arrays becomes the largest value among the clients. A learner with bytes
+    must implement `aggregate`.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:

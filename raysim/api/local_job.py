@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
-    Names are short: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control".
+    Names are short: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control". An
+    undeclared name in `state` or `upload` raises HookError.
 
-    state: the client state from `Setup.client_state`. Assign new values; never change tensors in
+    state: the client state (`Setup.client_state`). Assign new values; never change tensors in
     place.
-    received: the tensors that the method sent with the model (`Setup.send`).
-    upload: the tensors from `Setup.upload`, which the client sends with its update; assign them in
+    received: the tensors that came with the model (`Setup.send`).
+    upload: the tensors that the client sends with its update (`Setup.upload`); assign them in
     `end`.
     report: numbers for the history, which are not sent: `job.report["gap"] = 0.1` adds the column
-    "method.gap", where "method" is the name of the method.
+    "METHOD.gap" with the method's name.
     scratch: values until the end of this job. Values that hooks of a batch read must be tensors.
-
-    An undeclared name in `state` or `upload` raises HookError.
     """
 
     __slots__ = ("context", "method", "received", "report", "scratch", "state", "upload")
@@ -204,7 +203,7 @@ class LocalJob:
 
         name: a name of your choice. Calls of a job with the same name return the same copies.
         values: the vector [layout.total] to load, always the same for a name. None means the
-        parameters from which the job's training started.
+        parameters from which training started.
         """
         return self.context.frozen(name, values)
 
@@ -309,9 +308,9 @@ class PersonalModel:
     vector: the shared parameters and the client's personal parameters.
     state: the method's client state after the client's last aggregated job, or the initial state.
     received: the tensors of `Setup.send_to_client`.
-    data: yields batches (inputs, labels) of the client's training samples.
+    data: a function that yields batches (inputs, labels) of the client's training samples.
     trained: True if an aggregation had a job of the client, even a failed one. It is always False
-    in a run that keeps no state for clients (client state, personal parameters, optimizers).
+    in a run without client states, personal parameters and kept optimizers.
     """
 
     def __init__(
@@ -359,9 +358,9 @@ class ScoredModel(PersonalModel):
 
     client: -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: "client", "central", "validation" or the name of a domain, with "central:" in front for a
-    domain of the central test set.
-    state: the client state that the method declared, by short name; empty for the shared model.
+    name: "client", "central", "validation" or a domain, with "central:" in front for the central
+    test set.
+    state: the method's client state, by short name; empty for the shared model.
     received: the tensors that the method sends to all clients, and those to this client alone.
     """
 

@@ -16,8 +16,7 @@ class LocalResult:
     `samples` and `steps` are only recorded; they do not change virtual time.
 
     loss: the mean training loss over the samples; nan if it is unknown.
-    samples: the number of samples in all epochs; None means that of `local.*`.
-    steps: the number of optimizer steps; None means that of `local.*`.
+    samples, steps: samples in all epochs, and optimizer steps; None means those of `local.*`.
     metrics: numbers for the history, by name.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.

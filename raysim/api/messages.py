@@ -55,10 +55,10 @@ class PublishedVersion:
     """A version as workers receive it: the shared vector, and the tensors that methods send.
 
     version: the number of aggregations before it.
-    vector: [layout.shared], the shared parameters, then buffers of floats.
-    counters: int64 [layout.shared_counters], the shared buffers of integers.
+    vector: [layout.shared], shared parameters, then buffers of floats.
+    counters: int64 [layout.shared_counters], shared buffers of integers.
     extras: the tensors that methods send to all clients, by "method.name".
-    mark: "" if clients train from this vector; else a text such as "scored 0".
+    mark: "" if clients train from this vector; else such as "scored 0".
     number: the position among all published versions of all replicas.
     """
 
@@ -84,12 +84,12 @@ class PublishedVersion:
 class Job(NamedTuple):
     """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The coordinator sets `state`, `weight`, `probe`, `extras`, `replica`, `base` and `bases` after
-    the planner has made the job.
+    The planner makes the job. The coordinator then sets `state`, `weight`, `probe`, `extras`,
+    `replica`, `base` and `bases`.
 
     number: the position in the run's order of dispatch.
     participation: the number of this client's earlier jobs that were dispatched.
-    version: the number of aggregations that made the base version.
+    version: the number of the base version.
     state: the job whose final client state this job starts from; -1 means the initial state.
     weight: the weight of the update in a weighted sum, not normalised.
     probe: True if the trained model is probed.
@@ -98,11 +98,9 @@ class Job(NamedTuple):
     start, finish: the virtual seconds of the dispatch, and of the arrival or the loss.
     arrives: False if the job is lost.
     work: the training work in samples. A forward pass alone counts 1/3.
-    down, up: the numbers of floats that the client receives and sends.
-    replica: the replica from which the job starts and into which it is aggregated.
+    down, up: the floats that the client receives and sends.
     base: `PublishedVersion.number` of the base version.
-    bases: this number for the newest version of each replica, if the client chooses its replica;
-    else ().
+    bases: this number of each replica's newest version, if the client chooses its replica; else ().
     """
 
     number: int
@@ -172,20 +170,18 @@ class Update(NamedTuple):
     job: `Job.number`.
     version: the base version.
     samples: the number of the client's training samples.
-    trained: the number of samples that the job trained on, in all epochs.
+    trained: the samples that the job trained on, in all epochs.
     loss: the mean task loss over `loss_rows` samples; nan if no step had the task loss.
-    seconds: the wall seconds on the worker; for reports only.
+    seconds: wall seconds on the worker.
     counters: int64 [layout.shared_counters], the buffers of integers after training.
     extras: the tensors that methods upload, by "method.name".
-    moves: (start, stop, rates) for each trained range of the shared parameters, where `rates` is
-    the sum of the learning rates of its optimizer steps. It is () unless a method calls
-    `Setup.read_updates`.
+    moves: (start, stop, rates) for each trained range of the shared parameters, with the sum of the
+    learning rates of its steps. It is () unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
-    probe: None if the trained model was not probed.
-    loss_rows: the number of samples in all steps with the task loss.
+    loss_rows: the samples in all steps with the task loss.
     norm: the Euclidean norm of the change of the trained parameters.
-    delta: [layout.shared], the trained minus the received parameters; None if the worker has added
-    them to a sum.
+    delta: [layout.shared], the trained minus the received parameters; None if it is in a worker's
+    sum.
     """
 
     job: int
@@ -237,11 +233,11 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: maps groups of jobs (tuples of numbers) to the weighted sum of their deltas,
-    [layout.shared]. Their updates have `delta=None`.
-    busy: the wall seconds of work since the worker's last result; for reports only.
+    sums: the weighted sum of deltas [layout.shared] by group, a tuple of jobs' numbers. The updates
+    of a group have `delta=None`.
+    busy: wall seconds of work since the worker's last result.
     states: the size in bytes of each job's final client state.
-    device: the GPU's utilization from 0 to 1 at the end of the call; None if it is not measured.
+    device: the GPU's utilization from 0 to 1 at the end of the call; None if unknown.
     """
 
     updates: tuple[Update | Failure, ...]
@@ -258,10 +254,10 @@ class ScoringTask:
 
     client: the client whose model is scored; -1 means the shared model.
     rows: int64 [n], the positions of the samples in the data set.
-    state: the job whose final client state the model uses; -1 means the initial state.
-    extras: the tensors that methods would send to this client only, by "method.name".
+    state: the job whose final client state is used; -1 means the initial state.
+    extras: the methods' tensors for this client only, by "method.name".
     personalised: False does not call the hook `personalise`.
-    finetune: None does not train the model before scoring.
+    finetune: None scores the model without more training.
     name: the set of samples, such as "central".
     """
 
@@ -279,9 +275,9 @@ class ScoringReport:
     """The result of one `ScoringTask` with n samples.
 
     client: -1 means the shared model.
-    scores: one array [n, ...] for each function that `metrics.row_functions` returns.
+    scores: one array [n, ...] for each of `metrics.row_functions`.
     losses: the loss of each sample [n]. For tasks with `Objective.parts`, such as language models,
-    it is float64 [n, 2]: the sum of the losses of a sample's labels, and their number.
+    it is float64 [n, 2]: the sum of a sample's losses, and their number.
     """
 
     client: int

@@ -32,12 +32,12 @@ class Method:
 
     name: the names of the method's state, messages and reports begin with it.
     paper: the source, or "".
-    weighting: the default of the setting `weighting`: "samples" weights updates by the clients'
-    training samples, "uniform" equally.
+    weighting: the default weights of updates: "samples" by the clients' training samples, or
+    "uniform".
     pools: True if one model is trained on the pooled data of all clients.
 
-    A constructor stores each argument as an attribute of the same name, and raises ValueError for
-    bad values. A complete method:
+    A constructor must store each argument as an attribute of the same name, and raises ValueError
+    for bad values:
 
         class Lasso(Method):
             name = "lasso"
@@ -131,12 +131,12 @@ class Method:
     ) -> Tensor:
         """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        raysim calls this hook in the stages that have the task loss, before the hook `gradient`.
+        raysim calls this hook in stages with the task loss, before the hook `gradient`.
 
         params: the parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.
-        gradient_at: a function of a shift [m] that returns the gradient [m] at params + shift, on
-        the same batch and with the same random numbers. Sharpness-aware minimisation:
+        gradient_at: returns the gradient [m] at params + shift, on the same batch and with the same
+        random numbers. Sharpness-aware minimisation:
 
             return gradient_at(rho * grad / grad.norm())
         """

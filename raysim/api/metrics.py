@@ -82,11 +82,11 @@ class Metric:
     """A metric that a user defines by a function.
 
     function: returns a score for each sample [n], or one number, from outputs [n, C] and labels.
-    name: the metric's name in columns of the history; None takes the function's name.
+    name: the metric's name in the history; None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
-    per: "sample" for a function that returns a score for each sample of a batch, whose mean is the
-    metric. "set" for one number from all samples of the central test set, a client or a domain.
-    None tries the function; for labels that are dictionaries or lists of arrays it means "sample".
+    per: "sample" for a score for each sample, whose mean is the metric. "set" for one number from
+    all samples of the central test set, a client or a domain. None tries the function, or means
+    "sample" if labels are dictionaries or lists of arrays.
     """
 
     function: MetricFunction
@@ -413,11 +413,11 @@ def _torch_classes(kind: Kind, error_start: str) -> dict[str, Any]:
 class TorchMetric:
     """A metric of torchmetrics as a function of outputs and labels.
 
-    It gets the softmax or the sigmoid of the outputs, or the outputs themselves for a regression.
+    It gets the softmax or the sigmoid of the outputs, and for a regression the outputs.
 
     name: such as "f2".
     kind: the kind of the task, which decides the class of torchmetrics.
-    outputs: the number of the model's outputs for a sample.
+    outputs: the number of outputs for a sample.
     """
 
     name: str

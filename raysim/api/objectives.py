@@ -35,8 +35,8 @@ def mean_loss(losses: np.ndarray) -> float:
 class MetricRule:
     """A metric: the two functions that compute the score of a set of samples.
 
-    rows: a function of outputs [B, C] and labels that returns a value or an array for each sample,
-    [B, ...]. None takes the outputs and labels themselves.
+    rows: returns a value or an array for each sample, [B, ...], from outputs [B, C] and labels.
+    None keeps the outputs and labels.
     summarise: returns the score of a set from an entry of `rows` for each sample.
     higher: True if a higher score is better.
     """
@@ -54,11 +54,10 @@ class Objective:
     loss: returns the mean loss of a batch, from outputs [B, C] and labels.
     losses: returns the loss of each sample, [B].
     metrics: all metrics of this task type, the usual main metric first.
-    has_ignored: True if labels with the value `IGNORED` are left out of losses.
+    has_ignored: True if losses leave out labels `IGNORED`.
     usual_metrics: how many of `metrics` are computed by default.
-    parts: a function if the loss of a scored set is a mean over labels, such as tokens. It returns
-    [B, 2]: the sum of the losses of each sample's labels, and their number. None means a mean over
-    samples.
+    parts: for sets whose loss is a mean over labels, such as tokens. It returns [B, 2]: the sum of
+    the losses of each sample's labels, and their number. None means a mean over samples.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -196,8 +195,8 @@ def perplexity(parts: np.ndarray) -> float:
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
     """Count positions, such as pixels, for each sample and class: int64 [B, 3, C].
 
-    The three numbers are correctly predicted positions, positions with this prediction, and
-    positions with this label. The label `IGNORED` is not counted.
+    The counts are positions that are correctly predicted as the class, predicted as the class, and
+    labelled as the class. Labels `IGNORED` do not count.
 
     outputs: [B, C, ...], the logits at each position.
     labels: [B, ...], the class at each position.
@@ -245,8 +244,8 @@ def position_f1(counts: np.ndarray) -> float:
     """Return the mean over the classes of 2 TP / (2 TP + FP + FN), the Dice coefficient.
 
     TP, FP and FN are true positives, false positives and false negatives. Classes that are neither
-    labelled nor predicted are left out. Without any class the result is nan.
-    counts: [n, 3, C], the result of `class_counts`.
+    labelled nor predicted are left out; nan without any class.
+    counts: [n, 3, C], from `class_counts`.
     """
     right, predicted, labelled = counts.sum(axis=0)
     total = predicted + labelled

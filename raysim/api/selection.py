@@ -26,12 +26,10 @@ class ClientFacts:
 
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs aggregated so far.
-    loss: the mean training loss of the last aggregated job; nan if the rule's `reports` lack
-    "loss".
-    norm: the Euclidean norm of the last aggregated update; nan if the rule's `reports` lack "norm".
-    seconds: the virtual seconds from dispatch to finish of the last finished job that was not lost.
+    loss, norm: the mean training loss of the last aggregated job, and the Euclidean norm of its
+    update; nan if the rule does not name them in `reports`.
+    seconds, last_finish: the virtual duration and end of the last finished job that was not lost.
     staleness: the staleness of the last aggregated job.
-    last_finish: the virtual second in which the last job finished that was not lost.
     """
 
     samples: Ints
@@ -78,15 +76,15 @@ def draw_weighted(
 class SelectionView:
     """The argument of a selection rule: the idle and available clients, with facts about each.
 
-    Properties such as `samples` and `loss` have a value for each entry of `clients`. Only raysim
-    uses the fields that are functions.
+    Properties such as `samples` and `loss` have a value for each of `clients`. Only raysim uses the
+    fields that are functions.
 
     count: the largest number of clients to choose.
-    pool: the number of the pool to choose from; -1 means all clients.
+    pool: the pool to choose from; -1 means all clients.
     now: the virtual time in seconds.
-    concurrency: the largest number of clients that the schedule keeps in flight.
+    concurrency: the largest number of clients in flight.
     facts: the facts of all clients, idle or not.
-    is_idle: bool [clients of the run], True for entries of `clients`.
+    is_idle: bool [clients of the run], True for `clients`.
     state: the arrays that the rule remembers and may change, by name; checkpoints contain them.
     """
 
@@ -201,13 +199,11 @@ class SelectionView:
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
         """Return the loss of the current model on each client's samples, float64 [clients].
 
-        The rule must set `measures = True`, and may call this function once in each call of
-        `select`. Each of the clients receives the model and sends one float. Jobs start when the
-        slowest client has sent its loss. All losses are nan while raysim estimates the virtual time
-        before a run.
-        clients: one or more clients of `self.clients`.
-        samples: the largest number of samples that each client uses, drawn for each call; None
-        means all.
+        The rule must set `measures = True`, and may measure once in each call of `select`. The
+        clients receive the model and send one float. Jobs start when the slowest client has sent
+        its loss. All losses are nan while virtual time is estimated before a run.
+        clients: one or more of `self.clients`.
+        samples: the largest number of samples of each client, drawn for each call; None means all.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 

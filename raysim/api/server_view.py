@@ -32,8 +32,8 @@ class Aggregation:
     weights: a weight for each update, not normalised.
     staleness: the staleness of each update.
     bases: the base versions, by `update.version`.
-    method: the name of the method that sees this object.
-    normaliser: a function from the weights to the number by which the weighted sum is divided.
+    method: the method that sees this object.
+    normaliser: a function of the weights that returns the divisor of the weighted sum.
     combined: in the hook `step`, the result [layout.trained] of `combine`; else None.
     """
 

@@ -65,13 +65,13 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
-    value: returns the tensor, or None to send nothing now. Its argument is the server, after the
-    client's number if `to` is "client". None sends the server state called `name`.
-    floats: the tensor's size in floats: a number, or a function of the layout.
+    value: returns the tensor, or None to send nothing now, from the server, or from client and
+    server if `to` is "client". Without a function, the server state `name` is sent.
+    floats: the size in floats: a number, or a function of the layout.
     to: "all" sends it with each version, "once" with a client's first job, "client" sends each
     client a tensor of its own.
-    when: returns True if traffic and virtual time count the tensor for a job at its dispatch.
-    varies: True if the size may differ between versions; `floats` is then the size in version 0.
+    when: returns True if traffic and virtual time count the tensor for a job.
+    varies: True if the size may differ between versions; `floats` is the size in version 0.
     """
 
     name: str
@@ -211,12 +211,11 @@ class Setup:
     - rounds: the number of aggregations.
     - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
-    - methods: the names of all methods of the list, each with the hooks that it overrides.
-    - clients_with_samples: the number of clients that have training samples.
+    - methods: all methods of the list, each with the hooks that it overrides.
     - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if an update may start from an earlier version than the current one.
-    - devices: the position in `devices.names` of each client's kind of device, as `devices.kinds`.
-      None without a fleet, as in tests.
+    - devices: each client's kind of device as `devices.kinds`, positions in `devices.names`. None
+      without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 
@@ -261,7 +260,7 @@ class Setup:
     def needs(self, *needs: Need) -> None:
         """Declare what the method needs from the data and the model.
 
-        The run stops with ValueError before it starts if a need is not met.
+        If a need is not met, ValueError stops the run before its start.
 
         needs: any of these:
         - "classes": labels are classes.
@@ -385,9 +384,9 @@ class Setup:
     def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
         """Keep a value for each client between jobs, which hooks see as `job.state[name]`.
 
-        initial(samples) returns the first value, from the client's number of training samples. A
-        value is a tensor, a number, bytes, or a dictionary of these, of any shape and keys. A new
-        value is kept only if the job is aggregated.
+        initial(samples) returns the first value, from the number of training samples. A value is a
+        tensor, a number, bytes, or a dictionary of these, of any shape and keys. It is kept only if
+        the job is aggregated.
 
             run.client_state("losses", torch.zeros)  # a loss for each sample
         """
@@ -437,16 +436,16 @@ class Setup:
     ) -> None:
         """Send a tensor to each client with the model; jobs see it as `job.received[name]`.
 
-        value: returns the tensor for each version, or None to send nothing now. Without `value`,
-        the server state of this name is sent.
-        floats: the tensor's size, a number or a function of the layout; by default that of the
-        shared parameters.
+        value: returns the tensor for each version, or None to send nothing now. Without a function,
+        the server state `name` is sent.
+        floats: the size, a number or a function of the layout; by default that of the shared
+        parameters.
         once: True sends it with a client's first job only. raysim computes it before round 0, and
         again when it continues a run; the value must be the same.
-        when: returns True if traffic and virtual time count the tensor for a job at its dispatch.
-        The hooks of all other jobs must not use it.
-        varies: True allows other sizes than `floats` after version 0. It excludes `once` and
-        `when`. Planning then waits for the real size.
+        when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
+        other jobs must not use it.
+        varies: True allows other sizes than `floats` after version 0, without `once` and `when`.
+        Planning then waits for the real size.
         """
         if varies and (once or when is not always):
             raise ValueError(
@@ -470,10 +469,10 @@ class Setup:
         The hook `personalise` also sees it, as `model.received[name]`.
         value: returns the tensor from the client's number and the server, or None to send nothing
         now.
-        floats: the tensor's size, a number or a function of the layout; by default that of the
-        shared parameters.
-        when: returns True if traffic and virtual time count the tensor for a job at its dispatch.
-        The hooks of all other jobs must not use it.
+        floats: the size, a number or a function of the layout; by default that of the shared
+        parameters.
+        when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
+        other jobs must not use it.
         """
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
@@ -499,11 +498,11 @@ class Setup:
 
         The hook `end` sets `job.upload[name]`. Hooks on the server read
         `aggregation.uploads(name)`.
-        floats: the tensor's size, a number or a function of the layout; by default that of the
-        shared parameters.
-        planned: a function that estimates the size in floats for virtual time, for jobs after
-        version 0. It gets the number of floats of this method's tensors with `varies=True` that the
-        client receives. None means that the size is always `floats`. Traffic counts the real size.
+        floats: the size, a number or a function of the layout; by default that of the shared
+        parameters.
+        planned: estimates the size for virtual time, if it changes after version 0. It gets the
+        floats that the client receives of this method's tensors with `varies=True`. Traffic counts
+        the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -567,11 +566,11 @@ class Setup:
     def train(self, function: Callable[[LocalJob], LocalResult | None]) -> None:
         """Declare a function that trains a client, in place of raysim's training steps.
 
-        function: trains `job.model`, and networks `job.network(name)` of this method, on
-        `job.dataset()` in any way. It may return None in place of `LocalResult()`.
+        function: trains `job.model`, and this method's `job.network(name)`, on `job.dataset()` in
+        any way. It may return None for `LocalResult()`.
         The hooks `begin` and `end` and all hooks of the server are called as usual. Only one method
-        may declare such a function, and no other method may override a hook that changes raysim's
-        steps, such as `loss`.
+        may declare such a function, and no other method may override a hook of raysim's steps, such
+        as `loss`.
         """
         self.declared.train = function
 
@@ -612,9 +611,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, in order, or a function of the job's plan. It returns the
-        stages of step 0, of step 1, and so on; a short list is repeated. At most one stage of a
-        step has the task loss.
+        stages: the stages of every step, in order, or a function that returns the stages of each
+        step from the job's plan; a short list is repeated. At most one stage of a step has the task
+        loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 

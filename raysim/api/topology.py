@@ -27,10 +27,10 @@ Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 class Mixing(NamedTuple):
     """A mixing matrix: row r has the weights of the mean that becomes replica r's next vector.
 
-    Only weights above 0 are stored, row after row.
+    Only weights above 0 are stored.
 
     starts: int64 [replicas + 1]. Row r has the entries from starts[r] to starts[r + 1] - 1.
-    sources: int64, the replica to which each weight belongs, ascending within a row.
+    sources: int64, the replica of each weight, ascending within a row.
     weights: float64; those of a row sum to 1.
     """
 
@@ -71,11 +71,11 @@ class Federation:
     """The facts of a run that a topology may use.
 
     counts: int64 [clients], the number of training samples of each client.
-    weighting: how updates are weighted before methods change the weights, "samples" or "uniform".
+    weighting: "samples" or "uniform", before methods change the weights.
     floats: the number of floats of a replica.
-    label_counts: returns the samples of each class, [clients, classes], or None if labels are not
+    label_counts: returns each client's samples of each class, [clients, classes], or None without
     classes.
-    regions: returns each client's region [clients], or None if the fleet has no regions.
+    regions: returns each client's region [clients], or None without regions.
     """
 
     seed: int
@@ -105,11 +105,11 @@ class ClusterView:
     members: int64 [m], the replica's clients with training samples, ascending.
     version: the number of the run's aggregations so far.
     clients: int64 [n], the members with an update in the aggregation.
-    deltas: the updates of `clients`, in the same order, float32 [layout.trained] each.
+    deltas: the updates of `clients`, float32 [layout.trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
-    free: the replicas without clients, ascending.
+    free: the replicas without clients.
     state: the rule's arrays, which it may change in place; checkpoints contain them.
-    report: numbers that the rule adds to the aggregation's row of the history, by column.
+    report: columns that the rule adds to the aggregation's row of the history.
     """
 
     replica: int
@@ -156,34 +156,30 @@ class Network:
 
     replica_of: int64 [clients], the replica that serves each client.
     mixing: the weights in an exchange, from `mixing_matrix`; None means no exchanges.
-    shares: float64 [replicas], the weights of the replicas in their mean, which is scored as the
-    shared model; None means equal weights. If clients move, their share of all samples is used
-    instead.
+    shares: float64 [replicas], the weights of the replicas in their mean, the scored shared model;
+    None means equal weights. If clients move, their share of all samples is used instead.
 
-    every: the number of aggregations between two exchanges: of each replica with `own_schedules`,
-    of the run without it.
+    every: the aggregations between two exchanges: of each replica with `own_schedules`, else of the
+    run.
     seconds: the virtual seconds between two exchanges; 0 uses `every`.
-    link_seconds: the virtual seconds that an exchange takes.
-    link_floats: the number of floats that all replicas together send in an exchange.
+    link_seconds: the virtual seconds of an exchange.
+    link_floats: the floats that all replicas together send in an exchange.
 
-    own_schedules: True gives each replica a schedule of its own. With False, an aggregation may
-    have updates for several replicas.
+    own_schedules: True gives each replica a schedule of its own.
     on_clients: True if clients store their replicas, so that jobs do not send the model. Without
     `pairwise`, only replicas with an update take part in an exchange.
-    client_floats: [clients], the floats that each client sends to other clients in an exchange, and
-    receives; None unless `on_clients` is True.
+    client_floats: [clients], the floats that each client sends to other clients, and receives, in
+    an exchange; None unless `on_clients` is True.
     pairwise: True if each replica with updates draws a neighbour, and both become the mean of the
     two.
     seed: the seed of these draws.
-    mixes_first: True exchanges before the updates of the aggregation are added.
+    mixes_first: True if an exchange comes before the updates of the aggregation.
 
     chosen_by_loss: True if each job receives all replicas and trains the one with the smallest loss
-    on the client's training samples. All replicas except number 0 then start from new random
-    parameters.
+    on the client. All replicas except number 0 then start from new random parameters.
     clusters: the rule that moves clients between replicas by their updates. With it or
     `chosen_by_loss`, `replica_of` holds only at the start, and a replica may have no clients.
 
-    warnings: texts for the user.
     name: the word for one replica in texts, such as "edge".
     summary: the text about the exchanges in the plan of a run.
     """
@@ -392,8 +388,7 @@ def connection_warnings(
 ) -> tuple[str, ...]:
     """Return a warning that lists the groups of replicas that never exchange, or ().
 
-    There is no warning for a single group.
-    key: the configuration key that connects the replicas, for the warning.
+    key: the configuration key that connects the replicas.
     replicas: only groups with at least one of these replicas count; None means all groups.
     """
     parts = components(mixing)

@@ -38,7 +38,7 @@ class UpdateCode(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compress and send a vector; return what the receiver gets, and the sender's next state.
 
-        The decoded vector [layout.trained] may share memory with the next state; do not change it.
+        Do not change the decoded vector [layout.trained]; it may share memory with the next state.
 
         values: [layout.trained], the vector to send. It may be overwritten.
         state: the sender's state after its last message, by name.

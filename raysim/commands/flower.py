@@ -35,9 +35,9 @@ class FlowerRequest:
 
     config: raysim's configuration, for example of the fleet.
     seeds: the app is run once for each seed.
-    clients: None takes the number in the Flower project, or 10 if it has none.
+    clients: None takes the number in the Flower project, or 10.
     samples: the number of samples of each client, which decides the virtual time of training.
-    run_config: values that replace the app's defaults, by key.
+    run_config: values that replace the app's defaults.
     """
 
     project: Project

@@ -24,12 +24,11 @@ INDENT = "    "
 class MethodEntry:
     """A method, as `raysim methods` shows it.
 
-    option: the option of `method=` that selects the method, possibly together with other methods.
-    paper: the source of the method, or "".
+    option: the option of `method=` that selects the method, possibly with other methods.
+    paper: the source, or "".
     about: one line that says what the method does.
     texts: the docstrings of the method's module and class.
-    hooks: the hooks that the method overrides.
-    parameters: the method's settings with their defaults, by name.
+    parameters: the method's settings with their defaults.
     """
 
     name: str

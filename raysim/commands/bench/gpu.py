@@ -1,6 +1,6 @@
 """Implement `raysim bench gpu --out DIR`: half an hour of measurements on one GPU.
 
-It needs neither Ray nor Hydra, and measures five things:
+It needs neither Ray nor Hydra, and measures:
 
 - the results of every method, compared with the CPU;
 - whether a repeated run, and a run on two workers, give equal bits;
@@ -9,9 +9,8 @@ It needs neither Ray nor Hydra, and measures five things:
 - where the time of the workload G1 goes (a profile).
 
 G1 and G2 have the sizes of FedBR's RotatedMNIST, and of CIFAR-10 with VGG11. G3 is CIFAR-10 with
-100 clients and ResNet-18. G4 has no convolutions. All pictures are synthetic.
-
-DIR/results.json and DIR/page.md get the results; later calls with other --parts add to them.
+ResNet-18. G4 has no convolutions. All pictures are synthetic. A later call with other --parts adds
+to DIR/results.json and DIR/page.md.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class GpuWorkload:
     shape: channels, height and width of a picture.
     samples: the number of samples of each client.
     cohort: the number of clients in a round.
-    least: the speed that raysim must reach, as a multiple of that of a plain PyTorch loop.
+    least: the required speed, as a multiple of that of a plain PyTorch loop.
     lanes: the numbers of lanes that are measured.
     """
 
@@ -294,9 +293,9 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     """Run a method on the measured device; yield how far its results are from a reference run.
 
     There is a row for each of `CHECKED_MODES` and each dtype. The reference run is on the CPU,
-    without lanes and graphs. If steps draw random numbers, it is on the measured device, and modes
-    with graphs are left out. "distance" is the largest difference, divided by the largest change of
-    a parameter in the run. "allowed" is its limit.
+    without lanes and graphs. If steps draw random numbers, it is on the measured device, without
+    modes with graphs. "distance" is the largest difference, divided by the largest change of a
+    parameter. "allowed" is its limit.
 
     make: None stands for FedAvg.
     """
@@ -364,8 +363,7 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
     """Check that a run has the same bits when it is repeated ("again"), and on two workers.
 
-    Return a row for each method and execution mode: one client at a time, or several with CUDA
-    graphs.
+    Return a row for each method and execution mode.
     has_time: returns False when the time limit is reached.
     """
     rows: list[ResultRow] = []

@@ -1,9 +1,8 @@
 """Measure raysim's speed against plain PyTorch loops that do the same training.
 
-`raysim bench` alternates between blocks of rounds of raysim and of a PyTorch loop with
-`torch.optim.SGD`, on equally many processes. The result is the median ratio of the two times. With
-`--floor` it also measures a tuned loop, which updates all parameters in one operation. Evaluation
-and warm-up rounds are not measured. A JSON file gets the results.
+`raysim bench` alternates between raysim and a PyTorch loop with `torch.optim.SGD`, on equally many
+processes. The result is the median ratio of their times. `--floor` adds a tuned loop, which updates
+all parameters in one operation. Evaluation and warm-up rounds are not measured.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ class LoopWorkload:
 
     samples: the number of samples of each client.
     cohort: the number of clients in a round.
-    rounds: the number of rounds in a block, which is measured as a whole.
-    limit: the ratio of raysim's time to that of a plain PyTorch loop that raysim promises not to
-    exceed.
+    rounds: the number of rounds that are measured together.
+    limit: the largest ratio of raysim's time to that of a plain PyTorch loop.
     """
 
     clients: int
@@ -94,13 +92,13 @@ WORKLOADS = {
 class LoopResult:
     """The speed of a workload, in raysim and in plain PyTorch loops that do the same training.
 
-    The usual loop uses `torch.optim.SGD`. The tuned loop updates all parameters in one operation.
+    The bare loop uses `torch.optim.SGD`. The tuned loop updates all parameters in one operation.
 
-    lanes: the number of clients that raysim trained at once in a process.
-    raysim, bare, floor: the seconds per round of raysim, of the usual and of the tuned loop,
-    medians over blocks; `floor` is None if it was not measured.
-    ratios, to_floor: for each block, raysim's seconds divided by those of the usual and of the
-    tuned loop.
+    lanes: raysim's number of lanes.
+    raysim, bare, floor: the seconds per round of raysim, of the bare and of the tuned loop, medians
+    over blocks of rounds; `floor` is None if it was not measured.
+    ratios, to_floor: for each block, raysim's seconds divided by those of the bare and of the tuned
+    loop.
     limit: the largest allowed median of `ratios`.
     """
 
@@ -157,8 +155,8 @@ class SharedMemory:
     inputs, labels: the samples of all clients, one client after another.
     vector: the shared parameters.
     sums: [processes, parameters], the weighted sum of each process's trained models.
-    next_place: the place in the cohort of the next client to train; `STOP` ends the processes.
-    start, done: a semaphore for each process, released at the start and after the end of a round.
+    next_place: the place in the cohort of the next client; `STOP` ends the processes.
+    start, done: semaphores of each process for the start and the end of a round.
     """
 
     inputs: torch.Tensor
@@ -401,10 +399,9 @@ def _summarise_blocks(
 ) -> LoopResult:
     """Summarise the times of a workload, which were measured in several blocks.
 
-    lanes: the number of clients that a worker of raysim trained at once.
-    limit: the largest allowed ratio of raysim's time to the usual loop's time.
-    rows: for each block the seconds per round of raysim, of the loop with `torch.optim.SGD`, and of
-    the tuned loop if it was measured.
+    limit: the largest allowed ratio of raysim's time to that of the loop with `torch.optim.SGD`.
+    rows: for each block the seconds per round of raysim, of this loop, and of the tuned loop if it
+    was measured.
     """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)

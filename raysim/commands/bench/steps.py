@@ -1,8 +1,8 @@
 """Measure the time of a method's local step compared with FedAvg: `raysim bench steps`.
 
 The method and FedAvg (for FRAug, FedBN) are measured in turns. The result is the median ratio of
-the times. The limit that raysim promises for most methods is the ratio of the passes in a step,
-plus a few percent. A forward pass costs 1, a backward pass 2.
+their times. The limit of most methods is the ratio of the passes in a step, plus a few percent. A
+forward pass costs 1, a backward pass 2.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StepCost:
     seconds: the median of one local step. For FedBSS, the seconds of all measured jobs.
     ratio: the median of `ratios`.
     ratios: for each measurement, the method's seconds divided by those of the compared method.
-    limit: the ratio that raysim promises not to exceed; None if it promises nothing.
+    limit: the ratio that raysim promises not to exceed; None for no promise.
     """
 
     method: str
@@ -176,8 +176,8 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure local steps of FedBSS, FRAug and `METHODS`, each compared with FedAvg or FedBN.
 
-    FRAug is compared with FedBN. For FedBSS, the time of all jobs after the first round is
-    measured. FedAvg then trains on as many samples, and makes the same additional forward passes.
+    FRAug is compared with FedBN. FedBSS is compared in whole jobs with a FedAvg that trains on as
+    many samples, and makes the same additional forward passes.
     blocks: how often each pair of methods is measured.
     say: function that gets a line each time all methods have been measured once more.
     """
@@ -200,10 +200,9 @@ def measure_pairs(
 ) -> list[StepCost]:
     """Measure every method and its reference method `blocks` times; return a row per method.
 
-    Each round of measurements covers all pairs.
     pairs: for each method, a function that returns the seconds of the method and of its reference.
-    limits: the ratio that raysim promises not to exceed; None if it promises nothing.
-    say: function that gets a line after each round of measurements.
+    limits: the ratio that raysim promises not to exceed; None for no promise.
+    say: function that gets a line each time all pairs have been measured once more.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):

@@ -3,14 +3,14 @@
 FedScale has two pickled dictionaries with values for each client:
 
 - `client_device_capacity`: "computation" is the milliseconds of inference for one sample; training
-  takes three times as long. "communication" is the bandwidth in both directions, in units of 1,024
-  bits per second.
-- `client_behave_trace`: a client is available from active[i] to inactive[i] (seconds), and the
-  times repeat after "finish_time" seconds.
+  takes three times as long. "communication" is the bandwidth in both directions, in 1,024 bits per
+  second.
+- `client_behave_trace`: a client is available from active[i] to inactive[i] (seconds). The times
+  repeat after "finish_time" seconds.
 
-The files describe different clients. The i-th client of `client_behave_trace` gets the i-th
-capacity, and capacities are used again if there are too few. Clients that cannot be converted are
-left out; the others get new numbers from 0.
+The two describe different clients. The i-th client of `client_behave_trace` gets the i-th capacity;
+capacities repeat if there are too few. Clients that cannot be converted are left out, and numbers
+start at 0.
 """
 
 from __future__ import annotations

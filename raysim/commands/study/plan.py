@@ -54,12 +54,12 @@ class StudyRun:
 class StudyPlan:
     """A study before it starts.
 
-    folder: the folder of the study; each run has a folder inside it.
+    folder: each run has a folder inside it.
     conf: the user's own folders of options.
     overrides: the overrides of each key, such as {"seed": ("seed=0", "seed=1")}.
     runs: all runs, those of the first seed first.
-    is_new: True if the folder of the study must not exist yet.
-    is_dated: True if the folder is named after the time of the start, because there is no `out=`.
+    is_new: True if the folder must not exist yet.
+    is_dated: True if there is no `out=`, so that the folder is named after the time of the start.
     """
 
     folder: Path
@@ -115,13 +115,12 @@ class StudyPlan:
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     """Return the study that the overrides describe; the runs of the first seed come first.
 
-    overrides: such as "method=fedavg,fedprox", "seed=0..4" and "rounds=20". The study has a run for
-    each combination of values. Runs without a key, such as method.fedprox.mu, ignore its override.
-    With resume=latest, the stored overrides of the study in `out=` are used, too.
+    overrides: such as "method=fedavg,fedprox", "seed=0..4" and "rounds=20". There is a run for each
+    combination of values. Runs without a key, such as method.fedprox.mu, ignore its override.
+    resume=latest adds the stored overrides of the study in `out=`.
     conf: the user's own folders of options.
 
-    Raise `RefusedError` if no run has the key of an override, or if the folder exists without
-    resume=latest.
+    Raise `RefusedError` if no run has a key, or if the folder exists without resume=latest.
     """
     overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
     out = overrides_of.pop("out", ())

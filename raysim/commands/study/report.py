@@ -85,11 +85,10 @@ class RunScores:
 class Comparison:
     """One setting compared with the reference; all other settings are equal.
 
-    where: the settings that are equal, such as "alpha=0.1".
-    what: the compared setting, such as "fedprox".
-    reference: the setting with which it is compared, such as "fedavg".
+    where: the equal settings, such as "alpha=0.1".
+    what, reference: the compared settings, such as "fedprox" and "fedavg".
     seeds: the seeds for which both have a finished run with the metric.
-    differences: for each seed, the metric of `what` minus the metric of `reference`.
+    differences: for each seed, the metric of `what` minus that of `reference`.
     test: the mean difference with its interval and its p-value.
     """
 
@@ -282,11 +281,9 @@ def _format_number(
 ) -> str:
     """Return a number as text, or a dash for None.
 
-    metric: numbers of rounds have one decimal. In all other metrics, smaller numbers have more
-    decimals.
+    metric: numbers of rounds have one decimal. In all other metrics, smaller numbers have more.
     sign: "+" shows the sign of positive numbers.
-    like: a number that decides the number of decimals, such as the mean for a deviation; None uses
-    `value`.
+    like: a number that decides the number of decimals, such as the mean for a deviation.
     """
     if value is None:
         return MISSING

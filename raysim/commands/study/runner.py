@@ -62,8 +62,7 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
     and `warnings` of each run.
     allow: the user's own packages whose classes the options may use.
     parallel: the number of runs at a time.
-    Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
-    continued.
+    Raise `RefusedError` for the first run that is impossible or cannot be continued.
     """
     runs = []
     for run in study.runs:
@@ -124,8 +123,8 @@ def make_runs(
     parallel: the number of runs at a time.
     allow: the user's own packages whose classes the options may use.
     say: function that gets a line for each run that has ended.
-    show: function that displays the progress. It gets the text "running: NAMES" and, if `parallel`
-    is 1, a second text after every round, such as " · round 3/20".
+    show: function that displays the progress: "running: NAMES" and, if `parallel` is 1, a second
+    text after every round, such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """
@@ -199,7 +198,6 @@ def _run_one_by_one(
 ) -> Generator[RunEnd]:
     """Execute runs one after another in this process, on one Ray cluster; yield each outcome.
 
-    allow: the user's own packages whose classes the options may use.
     begin: function that is called with each run before it starts.
     show_progress: function that gets a text such as " · round 3/20" after every round.
     """
@@ -288,7 +286,6 @@ def _run_in_parallel(
 ) -> Generator[RunEnd]:
     """Execute runs at the same time on one Ray cluster, each in a process; yield each outcome.
 
-    allow: the user's own packages whose classes the options may use.
     begin: function that is called with each run before it starts.
     parallel: the number of runs at a time.
     """

@@ -47,10 +47,10 @@ class StudyResult:
     def differences(self) -> pd.DataFrame:
         """Return a table of differences between settings, with intervals and p-values.
 
-        The compared keys are `method` and "method.*" if they have several values, otherwise only
-        the first key (except the seed) that has. Each row compares a combination of their values
-        with the first one of the study, separately for each combination of other keys that vary,
-        such as `partition`.
+        The compared keys are `method` and "method.*" if they have several values, otherwise the
+        first key with several values except the seed. The first setting of these keys is compared
+        with each of the others, separately for each combination of all further keys, such as
+        `partition`.
 
         The table is empty if nothing can be compared. Raise FileNotFoundError if no run has
         finished.
@@ -90,7 +90,7 @@ def study(
     conf: your own folders of options.
     allow: your own packages whose classes the options may use.
 
-    Raise `RefusedError` if an override or a run is impossible (no folder is written then), and
+    Raise `RefusedError` if an override or a run is impossible (nothing is written then), and
     `Interrupted` if the user stops the study.
     """
     if parallel < 1:

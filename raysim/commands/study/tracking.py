@@ -26,9 +26,9 @@ FILES = (
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
     """Begin or continue MLflow's parent run of a study; when the `with` block ends, finish it.
 
-    The parent run gets the means of the metrics and the study's result files. Without tracking.uri,
-    they are stored for `raysim ui`. Nothing happens if no run has tracking=mlflow.
-    say: function that gets lines for the user, for example if MLflow's server does not answer.
+    The parent run gets the means of the metrics and the result files. Without tracking.uri, they
+    are stored for `raysim ui`. Nothing happens if no run has tracking=mlflow.
+    say: function that gets lines for the user.
     """
     tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]
     if not tracked:

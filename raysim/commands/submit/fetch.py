@@ -60,15 +60,13 @@ def fetch(
 
     The job may still be running. Files of the same name on this machine are replaced.
     job: the id of the Ray job, which `raysim submit` prints, or the URL of a run.
-    target: the folder on this machine; None takes the name of the job's folder, in the current
-    folder.
-    address: the URL of the job server; None reads Ray's environment variables, or takes the job
-    server on this machine.
+    target: the folder here; None takes the name of the job's folder, in the current folder.
+    address: the URL of the job server; None reads Ray's environment variables, or takes the local
+    one.
     folder: the results folder on the job's node; None takes out= of the job's command.
-    checkpoints: True also copies the checkpoints.
     limit_mb: the largest size in MB of the packed folder; not used for results at a URL.
-    Raise `RefusedError` if there is no such job or folder, or if the limit is exceeded. Raise
-    `RunStoppedError` if the connection to the job server is lost for too long.
+    Raise `RefusedError` if there is no such job or folder, or if the limit is exceeded, and
+    `RunStoppedError` if the connection is lost for too long.
     """
     if is_url(job):
         return _fetch_url(job, target, checkpoints)
@@ -185,10 +183,10 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
     """Return the bytes of the archive that a packing job has printed as base64 text.
 
-    The packing job is a Ray job on the node that has the results of the Ray job `job`.
+    The packing job ran on the node of the Ray job `job`, which has the results.
     text: everything that the packing job has printed.
     folder, job, limit_mb: the results folder, the job and the size limit in MB, for errors.
-    Raise `RefusedError` if the text has an error in place of the archive, or no whole archive.
+    Raise `RefusedError` if the text has an error or no whole archive.
     """
     lines = text.splitlines()
     for line in lines:

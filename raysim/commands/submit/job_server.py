@@ -164,7 +164,7 @@ class ConnectionToJob:
     All methods raise `RunStoppedError` if reconnecting takes longer than `wait_s` seconds, or if
     the job server does not know the job.
 
-    client: the connection to the job server, from `connect`.
+    client: the result of `connect`.
     job: the id of the Ray job.
     write: function that gets the job's output.
     say: function that gets a line about a broken connection.

@@ -1,8 +1,8 @@
-"""Implement `raysim submit`: send a command and its files to a cluster, and print its output.
+"""Implement `raysim submit`: send a command and its files, and print the output.
 
-The cluster executes a job of Ray. Its folder has only `raysim/`, `conf/`, `PROJECT_FILES`, the
-files of --with, and the plugins that the command uses. If raysim is installed from a wheel, `conf/`
-is inside `raysim/`, and `PROJECT_FILES` are missing.
+A cluster executes the command as a job of Ray. The job's folder has only `raysim/`, `conf/`,
+`PROJECT_FILES`, the files of --with, and the plugins that the command uses. If raysim is installed
+from a wheel, `conf/` is inside `raysim/`, and `PROJECT_FILES` are missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PackedFile:
 
 
 def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
-    """Return the files to send: raysim, its configuration folder, `PROJECT_FILES`, and `extra`.
+    """Return the files to send: raysim, conf, `PROJECT_FILES`, and the files of --with.
 
     Hidden files and byte code in folders are left out.
     extra: the files and folders of --with.
@@ -250,9 +250,9 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
     """Check a command on this machine, before anything is sent to the cluster.
 
-    Raise `RefusedError` if a folder or file of --conf or --config is not among `files`, or if the
-    cluster would delete the results. For `raysim run`, also raise it for impossible overrides, if
-    all files of --conf and --config are here.
+    Raise `RefusedError` if a path of --conf or --config is not among `files`, or if the cluster
+    would delete the results. For `raysim run`, also raise it for impossible overrides, if all paths
+    of --conf and --config are here.
     """
     _check_out(command)
     _check_packed(command, files)
@@ -349,9 +349,9 @@ def submit(
     environment: the file of --runtime-env.
     wait: True prints the job's output until its end; False returns 0 after the start.
 
-    Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the job server does
-    not answer for too long or no longer knows the job. Ctrl-C does not stop the job: the message of
-    KeyboardInterrupt has the commands that show and stop it.
+    Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the job server no
+    longer answers or knows the job. Ctrl-C does not stop the job: KeyboardInterrupt names the
+    commands that show and stop it.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

@@ -38,7 +38,7 @@ class SweepOverrides:
 
 
 def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ()) -> SweepOverrides:
-    """Sort the overrides of a sweep into options of the sweep, keys to search, and fixed values.
+    """Sort a sweep's overrides into its options, keys to search, and fixed values.
 
     - "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option.
     - A searched key has a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
@@ -47,8 +47,7 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
 
     folders: the user's own folders of options.
 
-    Raise `RefusedError` for a file that does not exist, an option that has been renamed, and a
-    range from which no value can be drawn.
+    Raise `RefusedError` for a missing file, a renamed option, and a range without values.
     """
     files = find_groups(config_folders(folders)).files.get(SWEEP, {})
     parsed = {override.key: override for override in map(read_setting, overrides)}

@@ -69,9 +69,8 @@ class SweepOptions:
     name: the file in `conf/sweep` that the command chose.
     search: "random" draws trials, "grid" tries all combinations, and "optuna" proposes trials from
     the scores of earlier ones.
-    scheduler: "none" trains every trial to its end. "asha" stops worse trials early (asynchronous
-    successive halving). "pbt" replaces worse trials by changed copies of better ones
-    (population-based training).
+    scheduler: "asha" stops worse trials early (asynchronous successive halving). "pbt" replaces
+    worse trials by changed copies of better ones (population-based training).
     trials: null tries all combinations with search="grid", and 16 trials otherwise.
     metric: the column of the history whose last value compares trials. null takes the main metric:
     on validation samples if all trials have them, else on the central test set or, without this
@@ -79,11 +78,11 @@ class SweepOptions:
     mode: "max" if a higher metric is better, else "min"; null decides by the metric.
     seeds: the number of runs of each trial, whose means are compared.
     concurrent: the number of trials at a time; null starts as many as fit.
-    workers: the number of workers of each trial's runs; 0 trains in the process of the trial.
+    workers: the number of workers of each run; 0 trains in the process of the trial.
     grace: the round of the first decision of "asha".
     reduction: the factor by which each decision of "asha" reduces the number of trials.
-    interval: the number of rounds between two exchanges of "pbt".
-    minutes: the time limit of the whole sweep; null sets no limit.
+    interval: the rounds between two exchanges of "pbt".
+    minutes: the time limit of the sweep; null sets none.
     """
 
     name: str = "default"
@@ -131,8 +130,7 @@ class SweepPlan:
     name is this combination as JSON text.
 
     space: the values to search, for each searched key.
-    drafts: all drafts, by name.
-    inactive: for each draft, the searched keys that do not exist in it, such as method.fedprox.mu
+    inactive: for each draft, the searched keys that it does not have, such as method.fedprox.mu
     with method=fedavg.
     overrides: the overrides of the command.
     """

@@ -11,10 +11,7 @@ from raysim.simulation.schedule import Action, Aggregate, Dispatch, View, Wait
 
 @dataclass(frozen=True)
 class MySchedule:
-    """Synchronous rounds that grow.
-
-    first: the number of clients in the first round. Each later round has one client more.
-    most: the largest number of clients in a round.
+    """Synchronous rounds that grow by one client each, from `first` to `most` clients.
 
     Every schedule has three further attributes:
     max_staleness: the largest staleness of an update that is not discarded; None discards none.
