@@ -96,10 +96,10 @@ class PlannedAggregation:
     site: the replica that aggregates, if each replica has its own schedule; otherwise 0.
     site_version: the number of earlier aggregations of this site.
     meets: True if the replicas exchange in this aggregation.
-    now: the virtual time in seconds, after an exchange.
+    now: the virtual time in seconds; if the replicas exchange, the end of the exchange.
     dispatched, lost, discarded: the jobs with these events since the previous aggregation.
     aggregated: the jobs that are aggregated, in the order in which their updates are summed.
-    down, up: the floats that all clients received and sent since the run's start; `site_down` and
+    down, up: the floats that all clients received and sent since the run's start. `site_down` and
     `site_up` count only this site's clients.
     between: the floats that replicas sent to each other since the run's start.
     costs: energy, money and CO2 since the run's start, by column of the history.
@@ -809,9 +809,9 @@ class Planner:
         """Return the virtual time at which a client of a short pool next becomes available.
 
         A pool is short if the schedule has just requested more clients than are idle and available
-        in it. The result is infinity if clients are always available, or if only jobs in flight can
-        help.
-        Raises NoClientsLeftError if no client becomes available and no job is in flight.
+        in it. The result is infinity if clients are always available, or if none becomes available
+        any more.
+        Raises NoClientsLeftError if none becomes available any more and no job is in flight.
         Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """
         if self.devices.presence is None:

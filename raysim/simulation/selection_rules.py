@@ -67,12 +67,12 @@ class PowerOfChoice(Selection):
     replacement, with a probability in proportion to their samples.
 
     candidates: the number of candidates, d in the paper.
-    loss: how candidates are compared. "measured": they compute the loss of the current model, which
-    costs a forward pass, traffic and time (pi_pow-d in the paper; pi_cpow-d with `samples`).
-    "last": the mean training loss of the client's last aggregated job (pi_rpow-d). Clients without
-    such a job are chosen first, as in the paper.
-    samples: only for "measured": the largest number of a client's samples on which its loss is
-    computed; None uses all.
+    loss: "measured": the candidates compute the loss of the current model, which costs a forward
+    pass, traffic and time (pi_pow-d in the paper; pi_cpow-d with `samples`). "last": the mean
+    training loss of the client's last aggregated job (pi_rpow-d). Clients without such a job are
+    chosen first, as in the paper.
+    samples: only for "measured": the most samples of a client on which its loss is computed; None
+    uses all.
     """
 
     candidates: int = 20
@@ -127,15 +127,14 @@ class FedCS(Selection):
 
     Source: Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources
     in Mobile Edge" (ICC 2019), Algorithm 3. Add the client that prolongs the round least, until the
-    next client would miss the deadline. One client is always chosen. The expected durations assume
-    that no client drops out.
+    next client would miss the deadline. At least one client is chosen. The expected durations
+    assume that no client drops out.
 
     deadline: the time limit of a round, in virtual seconds.
     candidates: the number of idle clients that are drawn, and from which the rule chooses; None
     uses all idle clients.
-    uplink: the links over which clients send their updates. "shared": one link, so that clients
-    send one after another, as in the paper. "own": a link for each client, as on raysim's virtual
-    clock. Then the rule chooses the fastest clients that meet the deadline.
+    uplink: the links over which clients send. "shared": one link, so that clients send one after
+    another, as in the paper. "own": a link for each client, as on raysim's virtual clock.
     """
 
     deadline: float = 60.0

@@ -30,12 +30,11 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A forward pass in which some clients compute their loss of the current model.
 
-    A selection rule can request this pass. The jobs of the chosen clients start after it.
+    A selection rule can request it. The jobs of the chosen clients start after it.
 
     seconds: the virtual seconds until the slowest of these clients has sent its loss.
-    work: for each client, the number of samples to process. Each sample counts as `FORWARD`
-    samples.
-    down: for each client, the number of floats that it receives. It sends one float.
+    work: for each client, the samples to process; each counts as `FORWARD` samples.
+    down: for each client, the floats that it receives.
     """
 
     seconds: float
@@ -52,10 +51,9 @@ class LossPass:
     ) -> Trip:
         """Return the virtual time at which a job ends, and whether its update arrives.
 
-        The pass starts at `now`, and the training `self.seconds` later. If the client becomes
-        unavailable before the training, the job ends at that moment, and no update arrives.
+        The training starts `self.seconds` after `now`. If the client becomes unavailable earlier,
+        the job ends at that moment.
 
-        client: the client of the job, which was chosen by the losses from this pass.
         participation: the number of the client's earlier jobs; random numbers depend on it.
         now: the virtual time of the dispatch in seconds.
         load: the samples to process, and the floats that the client receives and sends.
@@ -119,14 +117,13 @@ class Selector:
     """The object that lets a selection rule choose clients, and stores what the rule may know.
 
     counts: int64 [clients], the number of training samples of each client.
-    pools: for each pool, an array of its clients; empty for a run without pools. A pool is a tier
-    of `schedule=tiered`, or the clients of one replica.
+    pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
-    load: function that returns the samples to process, and the floats to receive and to send, for a
-    client's next job. Its arguments are the client, the base version, the number of the client's
-    earlier jobs, and how many of these were aggregated.
-    participations, accepted: int32 [clients], the number of each client's jobs so far, and of its
-    aggregated jobs. The planner updates these arrays.
+    load: returns the samples to process, and the floats to receive and to send, for a client's next
+    job. Its arguments are the client, the base version, and the numbers of the client's earlier
+    jobs and of those that were aggregated.
+    participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated jobs
+    so far. The planner updates these arrays.
     """
 
     def __init__(
@@ -227,7 +224,7 @@ class Selector:
     ) -> list[int]:
         """Return the clients that a rule chose, as a list of numbers, if the choice is allowed.
 
-        chosen: what the rule returned, or passed to `view.measure`; it may have any type.
+        chosen: of any type.
         count: the largest number of clients that may be chosen.
         mask: bool [clients], True for a client that may be chosen.
         start: the words after the rule's name in the error, such as "select returned".
@@ -303,11 +300,10 @@ class Selector:
     def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
         """Return the loss of each of these clients, and record the cost in `loss_pass`.
 
-        A run that is only planned has no workers; all losses are then nan.
-        samples: the largest number of a client's samples on which its loss is computed; None uses
-        all.
-        Raises SelectionError if the rule's attribute `measures` is False, or if the rule has
-        already measured losses in this decision.
+        If the run is only planned, all losses are nan.
+        samples: the most samples of a client on which its loss is computed; None uses all.
+        Raises SelectionError if the rule does not declare `measures`, or measures twice in one
+        decision.
         """
         if not self.rule.measures or self.loss_pass is not None:
             raise SelectionError(

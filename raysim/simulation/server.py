@@ -50,20 +50,21 @@ class Server:
     """The server of one model, which makes the next version from the updates.
 
     Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). x is the shared vector,
-    w_i is the weight of update i, and delta_i is its change of the parameters. Hooks of methods can
+    w_i the weight of update i, and delta_i its change of the parameters. Hooks of methods can
     change the weights, the mean and the step.
 
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], the number of training samples of each client; 0 for clients that never
-    train this model. If each client has its own replica, all clients have their true numbers.
-    weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
-    updates by 1.
+    train this model.
+    weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all by
+    1.
     size: the largest number of updates in one aggregation.
-    format_client: function that returns the name of a client for errors.
-    unseen: the number of clients that never train this model: unseen clients, and clients of other
-    replicas. It is 0 if each client has its own replica.
-    replica: the number of this server's replica; 0 if the run has one model.
+    format_client: returns the name of a client for errors.
+    unseen: the number of clients that never train this model.
+    replica: the number of this server's replica.
+
+    If each client has its own replica, `counts` has the numbers of all clients and `unseen` is 0.
     """
 
     def __init__(
@@ -150,9 +151,8 @@ class Server:
     def sample_ends(self) -> np.ndarray:
         """The cumulative distribution for drawing clients in proportion to their training samples.
 
-        Only clients with training samples have an entry, in the order of their numbers. Entry i,
-        float64, is the share of all samples that the clients up to entry i have. A uniform random
-        number u in [0, 1) draws the client with the first entry above u.
+        float64, with an entry for each client with samples, in order. A uniform random number in
+        [0, 1) draws the client with the first entry above it.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -281,12 +281,12 @@ class Server:
 
         If all jobs failed, the next version has the same vector.
 
-        updates: an entry for each job, in the order of aggregation; None for a failed job. If a
-        worker has already added the update to a sum, its `Update.delta` is None.
-        sums: the sums that workers have made, by the numbers of the jobs in their groups. Failed
-        jobs add nothing to a sum.
-        staleness: the staleness of each entry of `updates`; not used for a failed job.
-        bases: the base versions of the updates, by number (`Update.version`).
+        updates: an entry for each job, in the order of aggregation; None for a failed job.
+        `Update.delta` is None if a worker has added the update to a sum.
+        sums: the sums that workers have made, by the numbers of their jobs. Failed jobs add
+        nothing.
+        staleness: for each entry of `updates`.
+        bases: the base versions of the updates, by number.
         Raises AggregationError if the next version cannot be made.
         """
         self.report = {}
@@ -385,8 +385,7 @@ class Server:
     ) -> tuple[Tensor, Tensor]:
         """Combine the updates into a change of the parameters and a change of the float buffers.
 
-        The changes are flat vectors, for the shared trainable parameters and for the shared float
-        buffers.
+        Both are flat vectors of shared values.
 
         aggregation: the updates that did not fail, with their weights.
         updates, sums: as in `step`.
@@ -503,10 +502,10 @@ def _ranges_of_sums(
 ) -> dict[range, np.ndarray | None]:
     """Map ranges of job positions to the sums of updates that workers made.
 
-    The position of a job is its index among all jobs of the aggregation, including failed jobs. The
-    jobs of a sum have consecutive positions. A sum is left out if all its jobs failed.
-    sums: the sums, by the numbers of their jobs.
-    positions: maps job numbers to job positions; failed jobs are missing.
+    The position of a job is its index among all jobs of the aggregation. A sum is left out if all
+    its jobs failed.
+    sums: the sums, by the numbers of their jobs, which have consecutive positions.
+    positions: maps job numbers to positions; failed jobs are missing.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():
@@ -549,13 +548,9 @@ def make_server(
 ) -> Server:
     """Return the server of a replica, for a run that has not begun.
 
-    vector, counters: the initial shared vector and integer buffers. Several replicas may have the
-    same tensors.
+    vector, counters: the initial shared vector and integer buffers, which replicas may share.
     size: the largest number of updates in one aggregation.
-    counts: int64 [clients], the number of training samples of each client; 0 for clients of other
-    replicas. None means the true numbers of all clients.
-    unseen: the number of clients that never train this replica: unseen clients and clients of other
-    replicas. None means the number of unseen clients.
+    counts, unseen: as in `Server`. None means the numbers of a run with one replica.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(

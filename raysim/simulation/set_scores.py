@@ -30,8 +30,7 @@ def is_higher_better(metric: str) -> bool:
 class ScoredSets(Protocol):
     """The clients whose models an evaluation scores, and their scores.
 
-    clients, unseen: the scored clients that take part in the training, and those that never do.
-    version: the scored version.
+    unseen: the scored clients that never take part in the training; `clients` has all others.
     client_scores: for each column, pairs of client numbers and scores. `SetScores` appends pairs.
     """
 
@@ -44,11 +43,8 @@ class ScoredSets(Protocol):
 class SetScores:
     """The object that makes scoring tasks, and columns of the history from the workers' reports.
 
-    A task scores one set of samples. The sets are:
-    - the test samples, and the validation samples, of each client,
-    - the clients' test samples of each domain,
-    - the central test set,
-    - the samples of each domain in the central test set.
+    A task scores one set of samples. The sets are each client's test and validation samples, the
+    central test set, and each domain of all test samples and of the central test set.
     """
 
     def __init__(self, spec: RunSpec):
@@ -104,10 +100,10 @@ class SetScores:
     ) -> Row:
         """Return the columns of the history that are computed from the workers' reports.
 
+        The clients' scores are appended to `scoring.client_scores`.
         reports: a report for each task of `tasks`.
-        scoring: the clients' scores are appended to `scoring.client_scores`.
-        best: the round with the best mean validation score so far, which is updated. None means
-        that clients have no validation samples.
+        best: this record of the best round is updated. None means that clients have no validation
+        samples.
         """
         by_name: dict[str, list[SetReport]] = {}
         for report in reports:
@@ -158,11 +154,10 @@ class SetScores:
     ) -> Row:
         """Return columns on the validation score of this round and on the best round so far.
 
-        The validation score is a mean over the clients; the best round has the best one. With a
-        central test set, a column has the shared model's score on this set in the best round.
-        Return {} if there are no validation scores.
+        The validation score is a mean over the clients. Return {} if there are no validation
+        scores.
 
-        best: this round is added to this record of the best round.
+        best: the record of the best round of the shared model, which is updated.
         row: the columns of this round so far, with the score on the central test set.
         """
         values = _by_metric(reports).get(self.metric, {})
@@ -181,8 +176,8 @@ class SetScores:
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
     """Map the name of each metric to a dictionary with the metric's score from each report.
 
-    The key of a score is the client whose samples were scored. For samples of no single client, it
-    is -1 for the first report in `reports`, -2 for the second, and so on.
+    The key of a score is the scored client. For samples of no single client, it is -1 for the first
+    report, -2 for the second, and so on.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

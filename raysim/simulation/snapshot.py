@@ -60,9 +60,7 @@ class RunState:
 
     replicas: the models and the server state.
     planner: virtual time and the plan so far.
-    jobs: the jobs in flight.
-    client_states: the committed client states.
-    versions: the base versions of the jobs in flight.
+    jobs: the jobs in flight; `versions` has their base versions.
     history: the rows of the history so far.
     best: the best rounds of the clients; None without validation samples.
     """

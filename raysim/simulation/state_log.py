@@ -1,11 +1,9 @@
 """Store the client states of checkpoints as a log of files; changed states go to new files.
 
 A file of the log is never changed. An index says which file contains the current state of each
-client. The manifest of a checkpoint lists all files that this checkpoint needs.
-
-A file is abandoned if less than half of its bytes belong to current states, or if very many files
-have few such bytes. Its current states are written again, into new files. So a checkpoint writes at
-most about twice the size of the changed states. The log needs at most about twice the space of all
+client. A file is abandoned if less than half of its bytes belong to current states, or if very many
+files have few such bytes. Then its current states are written again. A checkpoint writes at most
+about twice the size of the changed states. The log needs at most about twice the space of all
 current states.
 """
 
@@ -60,11 +58,10 @@ def _empty_table(columns: int) -> np.ndarray:
 class StateIndex:
     """The index of a checkpoint: it says which file contains each client's committed state.
 
-    states: int64 [clients, 4], a row for each client with a committed state, in the order in which
-    their first states were committed. The columns are: the client, the job that made the state, the
-    number of the file, the size of the state in bytes.
-    files: int64 [files, 2]: the number of the file, and the total bytes of the states that were
-    written into it.
+    states: int64 [clients, 4], in the order in which the clients' first states were committed. The
+    columns are: client, job that made the state, number of the file, bytes of the state.
+    files: int64 [files, 2]: number of the file, total bytes of the states that were written into
+    it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))
@@ -78,12 +75,11 @@ class StateIndex:
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
         """Return the index for the next checkpoint, after more jobs were aggregated.
 
-        Changed states, and states in abandoned files, get the file number `UNWRITTEN`. If `jobs`
-        does not begin with the clients of this index, all states get it. This happens if the run
-        was resumed from a checkpoint that is older than this index.
+        Changed states, and states in abandoned files, get the file number `UNWRITTEN`. So do all
+        states if the run was resumed from a checkpoint that is older than this index.
 
-        jobs: for each client with a committed state, the job that made the state, in the order in
-        which the clients' first states were committed.
+        jobs: the job that made each client's committed state, in the order in which the clients'
+        first states were committed.
         """
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
@@ -102,12 +98,11 @@ class StateIndex:
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
         """Return the numbers of the state files that the next checkpoint shall not use.
 
-        A file is abandoned in two cases:
-        - Less than half of its bytes belong to unchanged states.
-        - Its unchanged states have less than `SMALL_FILE_BYTES` bytes in total, as in more than
-          `MAX_SMALL_FILES` files.
+        These are files of which less than half of the bytes belong to unchanged states. If more
+        than `MAX_SMALL_FILES` files have less than `SMALL_FILE_BYTES` such bytes, these are
+        abandoned, too.
 
-        states: the rows of `StateIndex.states` for all clients with an unchanged state.
+        states: the rows of `StateIndex.states` with unchanged states.
         """
         number, written = self.files.T
         size = number.max(initial=-1) + 1
@@ -125,8 +120,7 @@ class StateIndex:
         A file is a pair: its number, and its tensors by name. The index records where each state
         is.
 
-        clients: the named tensors of each client's state. States that are already in a file are not
-        used.
+        clients: the named tensors of each client's state.
         number: the number of the first new file.
         """
         tensors: dict[str, np.ndarray] = {}

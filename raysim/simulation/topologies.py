@@ -37,13 +37,11 @@ class Hierarchical(Topology):
 
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
-    seconds: the virtual seconds between two exchanges. Then no edge waits: after this time, the
-    next edge that aggregates starts the exchange of all edges. None means that `every` decides.
-    assign: how clients are assigned to edges:
-    - "random": at random. The sizes of edges differ by at most one client.
-    - "region": each edge gets clients from regions of the fleet that are next to each other. The
-      sizes of edges differ by at most one client.
-    - "data": clients with similar fractions of each class get the same edge.
+    seconds: the virtual seconds between two exchanges. Then no edge waits: the next edge that
+    aggregates after this time starts the exchange of all edges. None means that `every` decides.
+    assign: how clients are assigned to edges. "random": at random. "region": each edge gets clients
+    from neighbouring regions of the fleet. With both, the sizes of edges differ by at most one
+    client. "data": clients with similar fractions of each class get the same edge.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -152,17 +150,17 @@ class Clustered(Topology):
     clients point in different directions. Source: CFL, Sattler, Mueller and Samek, "Clustered
     Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
 
-    rule="loss" has `clusters` models. A client receives all models and trains the one with the
-    smallest loss on its training samples, in eval mode and without augmentation. It is also scored
-    with this model. The first model is the run's model; each other model draws new initial values
-    by PyTorch's rule for each layer. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient
-    Framework for Clustered Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
+    rule="loss" has `clusters` models. A client receives all models, and trains and scores the one
+    with the smallest loss on its training samples, in eval mode and without augmentation. The first
+    model is the run's model; each other model draws new initial values by PyTorch's rule for each
+    layer. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered
+    Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
 
     clusters: the largest number of models. The arguments below are for rule="updates".
     mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
     updates| < mean_norm and the norm of its longest update > max_norm.
     gamma: gamma_max in the paper, 0 <= gamma < 1. A cluster is split only if sqrt((1 - s) / 2) >
-    gamma. Here s is the largest cosine between updates of different new clusters.
+    gamma. s is the largest cosine between updates of different new clusters.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -229,29 +227,28 @@ class Gossip(Topology):
     A client takes part in an exchange if the aggregation has a job of this client. For exchanges of
     all clients, set the schedule's cohort to the number of clients. With exchange="neighbours", a
     neighbour without a job is left out of a client's mean, and its weight goes to the client
-    itself. With exchange="pairwise", a client can also draw such a neighbour. The time and traffic
-    of the exchange are counted in the client's job.
+    itself. With exchange="pairwise", a client can also draw such a neighbour. The exchange adds to
+    the time and traffic of the client's job.
 
     graph: which clients are neighbours:
     - "ring": each client has two neighbours.
     - "torus": the clients form a grid whose opposite sides are connected.
     - "erdos_renyi": each pair of clients is connected with `probability`.
-    - "expander": `degree` / 2 rings through all clients in random order, which connect neighbours.
+    - "expander": `degree` / 2 rings through all clients in random order.
     - "complete": all clients are neighbours.
     - "edges": the pairs in `edges`.
-    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]; w is the
+    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. w is the
     weight of replica j in the mean of client i, and of replica i in the mean of client j. Give a
-    weight in all pairs or in none; then `weights` decides. With exchange="pairwise", a pair of
-    weight 0 does not exchange; other weights have no effect.
+    weight in all pairs or in none; without weights, `weights` decides. With exchange="pairwise", a
+    pair of weight 0 does not exchange; other weights have no effect.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one neighbour, and both replicas become their mean.
-    weights: the weights for exchange="neighbours". "metropolis" gives client i and its neighbour j
-    the weight 1 / (1 + max(d_i, d_j)), "uniform" 1 / (1 + d_i). d_i is the number of neighbours of
-    i.
+    weights: for exchange="neighbours". "metropolis" gives client i and its neighbour j the weight 1
+    / (1 + max(d_i, d_j)), "uniform" 1 / (1 + d_i). d_i is the number of neighbours of i.
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
-    probability: the probability that two clients are neighbours, for graph="erdos_renyi".
+    probability: the probability of an edge, for graph="erdos_renyi".
     degree: the number of neighbours of each client, for graph="expander". A client has fewer if it
     meets a neighbour in several rings.
     """
@@ -355,7 +352,7 @@ def _read_edges(
     A weight is returned by (i, j) and by (j, i). The result is {} if no edge has a weight.
 
     edges: the edges, each [i, j] or [i, j, weight].
-    neighbours: for each client the set of its neighbours, which is changed in place.
+    neighbours: for each client the set of its neighbours.
     Raises ValueError for an edge that is not valid, and if only some edges have weights.
     """
     weights: dict[tuple[int, int], float] = {}
@@ -384,9 +381,9 @@ def _rows_of_edges(
 ) -> list[dict[int, float]]:
     """Return for each client i the weights w_ij of the exchange: x_i becomes sum_j w_ij x_j.
 
-    x_j is the replica of client j. w_ii is 1 minus the sum of the neighbours' weights.
+    w_ii is 1 minus the sum of the neighbours' weights.
 
-    weights: the weight w_ij by (i, j), for both directions of each edge.
+    weights: w_ij by (i, j), for both directions of each edge.
     Raises ValueError if the weights of a client's neighbours sum to more than 1.
     """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
@@ -506,11 +503,11 @@ def k_means(
 ) -> np.ndarray:
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
-    The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). If a group becomes
-    empty, the counted point that is farthest from its center is moved there.
+    The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). An empty group gets
+    the counted point that is farthest from its center.
     points: float [n, features].
-    is_counted: bool [n], True for a point that counts in the centers. At least `groups` points must
-    be counted.
+    is_counted: bool [n], True for a point that counts in the centers. At least `groups` must be
+    True.
     """
     counted = points[is_counted]
     centers = _first_centers(counted, groups, generator)

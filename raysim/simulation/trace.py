@@ -13,8 +13,8 @@
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
 A file has the column `speed`, for one model only, or the column `flops`. Other columns are ignored.
-`raysim fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each client
-of the run, 40 for each row and 16 for each interval.
+`raysim fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each
+client, 40 for each row and 16 for each interval.
 """
 
 from __future__ import annotations
@@ -50,13 +50,11 @@ _BUFFER_BYTES = 1 << 18
 class RecordedDevices(NamedTuple):
     """The rows of a trace as arrays; each row is a recorded device.
 
-    bounds: float64, the start and the end in seconds of each interval in which a device is
-    available, row after row.
-    first: int64 [rows + 1], the position in `bounds` at which each row begins; the last entry is
-    the length of `bounds`.
+    bounds: float64, the start and end in seconds of each interval of availability, row after row.
+    first: int64 [rows + 1], the position in `bounds` at which each row begins, and the length of
+    `bounds`.
     period, down, up: float64 [rows], columns of the trace.
-    rate: float64 [rows], the column `rate_name` of the trace.
-    rate_name: the column with the devices' speed, "speed" or "flops".
+    rate: float64 [rows], the column `rate_name`: "speed" or "flops".
     """
 
     bounds: np.ndarray
@@ -73,10 +71,10 @@ class Trace(Fleet):
     """A fleet whose clients behave like the devices that a trace file has recorded.
 
     Each client follows one row of the trace. With as many clients as rows, client i follows row i.
-    With fewer clients, each follows a different row, drawn at random. With more clients, the
-    numbers of clients of two rows differ by at most 1.
-    file: the path of the trace file; None raises an error.
-    wrap: True repeats a row after its period; False makes its clients unavailable after its period.
+    With fewer clients, each follows a different row, drawn at random. With more clients, rows are
+    shared as evenly as possible.
+    file: the path of the trace file.
+    wrap: True repeats a row after its period; False makes its clients unavailable then.
     availability: when a client is available. "trace" means in the intervals of its row. With
     "always", "diurnal" and "markov", only speed and bandwidth come from the file.
     """
@@ -90,10 +88,9 @@ class Trace(Fleet):
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """Return the devices of the clients, which follow the rows of the trace.
 
-        sample_flops: function that returns the floating-point operations of the forward and
-        backward pass of one sample; used if the trace has the column "flops".
-        Raises ValueError if there is no file, if the file is not a valid trace, or if it needs the
-        model's operations and they cannot be counted.
+        sample_flops: returns the floating-point operations of the forward and backward pass of one
+        sample, for a trace with the column "flops".
+        Raises ValueError without a valid file, or if these operations cannot be counted.
         """
         if self.file is None:
             raise ValueError("fleet.file=null names no trace. Set it to a Parquet file.")
@@ -237,10 +234,8 @@ def _read_batch(
 ) -> tuple[np.ndarray, ...]:
     """Check some rows of a trace, and return their content as arrays.
 
-    The result consists of:
-    - the bounds of all intervals, row after row; touching intervals of a row are joined;
-    - for each row, the number of its bounds;
-    - an array for each column in `NUMBERS`, and for the column `rate_name`.
+    The arrays are the bounds of all intervals, row after row; for each row, the number of its
+    bounds; and each column of `NUMBERS` and `rate_name`. Touching intervals of a row are joined.
 
     earlier_rows: the number of rows of the file before this batch, for errors.
     Raises ValueError if a row has an error.
@@ -285,8 +280,8 @@ def _join_intervals(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals that touch each other and are in the same row of the trace.
 
-    Return the bounds of the joined intervals, [start, end, start, end, ...], and a bool mask. The
-    mask has an entry for each bound of the old intervals, True if the bound remains.
+    Return the bounds of the joined intervals, [start, end, start, end, ...], and a bool mask of the
+    old bounds, True if the bound remains.
     is_same_row: for each interval except the first, True if the previous one is in the same row.
     """
     bounds = np.stack([start, end], axis=1).ravel()

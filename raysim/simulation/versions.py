@@ -44,10 +44,8 @@ class Versions(Mapping[int, PublishedVersion]):
         """Store a replica's current version, unless this version is stored already.
 
         The replica's previous version is dropped if no job needs it.
-        make: a function that returns the current version. It may be called now or later, until a
-        newer version of the replica is published.
-        is_on_disk: True stores the version only when a job needs it. Then `make` reads the replica
-        from disk.
+        make: returns the current version. It may be called until a newer version is published.
+        is_on_disk: True calls `make` only when a job needs the version, because it reads from disk.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version

@@ -1,8 +1,8 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
 The attackers are drawn once from the seed, among the clients with samples. y is a label of C
-classes. D is the update that an attacker would send if it were honest. mean and std are those of
-each parameter over the honest updates of the same aggregation. `attack.kind` is one of:
+classes, and D an honest update. mean and std are those of each parameter over the honest updates of
+the same aggregation.
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
@@ -11,8 +11,8 @@ each parameter over the honest updates of the same aggregation. `attack.kind` is
     alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices that the papers leave open:
-- The server replaces the shared parameters of attackers' updates when they arrive. All other
-  values, such as BatchNorm's statistics and client states, come from the training.
+- The server replaces the shared parameters of attackers' updates when they arrive. BatchNorm's
+  statistics, client states and further values come from the training.
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation
   (`largest_z`).
@@ -82,9 +82,9 @@ class Attack:
 def largest_z(updates: int, attackers: int) -> float:
     """Return ALIE's largest z for an aggregation, at least 0.
 
-    With n updates, m of them from attackers, and s = floor(n / 2 + 1) - m, z is the quantile of the
-    standard normal distribution at p = (n - m - s) / (n - m). To keep z finite, p is at most 1 -
-    0.5 / (n - m).
+    z is the quantile of the standard normal distribution at p = (n - m - s) / (n - m) for n
+    updates, m attackers and s = floor(n / 2 + 1) - m. p is at most 1 - 0.5 / (n - m), so that z is
+    finite.
     """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest
@@ -114,7 +114,7 @@ class Attackers(Method):
     seed: the seed of the run; it decides which clients attack.
     train: for each client the rows of its training samples in the data set.
     max_norm: the norm above which an update is a failure; None allows any finite norm.
-    label: a function that returns the name of a client for errors.
+    label: returns the name of a client for errors.
     """
 
     name = "attackers"

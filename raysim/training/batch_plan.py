@@ -37,12 +37,11 @@ def make_plan(
 ) -> Plan:
     """Return the batches of a job, which are made of the selected samples.
 
-    The samples are shuffled and cut into batches. With `local.sampling=replacement`, each batch is
-    drawn with replacement instead.
+    The samples are shuffled and cut into batches, or drawn with `local.sampling=replacement`.
 
     samples: the number of the client's training samples.
-    selected: the samples to train on, as ascending positions from 0 to `samples` - 1. There is an
-    array for each epoch, or with `local.steps` for each of equal intervals of the steps.
+    selected: the samples of each epoch, as ascending positions from 0 to `samples` - 1. With
+    `local.steps`, there is an array for each of equal intervals of the steps.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches: list[np.ndarray] = []
@@ -68,7 +67,7 @@ def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int
 
     With `local.steps`, a job's steps are divided into `parts` intervals, as equal as possible.
     part: the number of the epoch or interval, from 0.
-    positions: the number of samples that are selected for this epoch or interval.
+    positions: the number of samples that are selected for it.
     """
     if local.epochs is not None:
         return -(-positions // local.batch)
@@ -105,8 +104,8 @@ class BatchPlanner:
 
     selector: the method that selects samples; None takes all samples.
     drop_single: True drops a last batch of one sample if the epoch has further batches.
-    needs_two_rows: True if the model cannot train on one sample. An epoch for which a method
-    selects fewer than two samples is then left out.
+    needs_two_rows: True if the model cannot train on one sample. Epochs of fewer than two selected
+    samples are then left out.
     """
 
     def __init__(
@@ -158,12 +157,12 @@ class BatchPlanner:
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the samples that a method selects for each epoch of a job; [] means all samples.
 
-        There is an array of ascending positions in the client's data for each epoch. With
-        `local.steps`, there is one for each of `local.phases` intervals of the steps. If the model
-        cannot train on one sample, arrays with fewer than two samples are left out.
+        There is an array of ascending positions for each epoch, or with `local.steps` for each of
+        `local.phases` intervals. If the model cannot train on one sample, arrays with fewer than
+        two samples are left out.
 
-        Raises ValueError if the method returns positions for some epochs and None for a later
-        epoch, or if all arrays are left out.
+        Raises ValueError if the method selects samples for some epochs only, or if all arrays are
+        left out.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -1,8 +1,7 @@
 """Train K clients of a small linear network at once, by batched matrix products.
 
-Row k of a tensor [K, D] has the D parameters of lane k. The network must be a chain of linear and
-elementwise layers, and no method may take part in the step (see `step_mode.py`). Smaller batches
-are padded with samples of weight 0, so that all products have the same shape.
+Row k of a tensor [K, D] has the D parameters of lane k. `step_mode.py` decides which runs do this.
+Smaller batches are padded with samples of weight 0, so that all products have the same shape.
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ def step_methods(declarations: Declarations) -> list[str]:
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
     """Return the layers of a chain of linear and elementwise layers; None for other networks.
 
-    Layers may be linear, elementwise (such as ReLU), or flatten layers. The first linear layer must
-    get one vector for each sample.
-    networks: the run's neural networks; the chain must be the only network, "model".
-    input_dims: the number of dimensions of one sample's input: 1 for a vector, 3 for an image. With
-    more than one dimension, the first layer must flatten the input.
+    There may be flatten layers, too. The first linear layer must get one vector for each sample.
+    networks: the chain must be the only network, "model".
+    input_dims: the number of dimensions of one sample's input. With more than one, the first layer
+    must flatten the input.
     """
     model = networks["model"]
     if isinstance(model, WholeNetwork):
@@ -107,10 +105,10 @@ class _BatchedLinear(torch.autograd.Function):
     def forward(ctx: Any, grad_w: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return the outputs x w^T + b of a linear layer in each of K lanes, [K, B, m].
 
-        B is the number of samples in the batch of a lane.
         grad_w: memory for the gradient of w, [K, m, n]. Only `backward` writes it.
-        x: the inputs, [K, B, n].
-        w, b: the weights, [K, m, n], and the bias, [K, m], of each lane.
+        x: the inputs of B samples in each lane, [K, B, n].
+        w: the weights, [K, m, n].
+        b: the bias, [K, m].
         """
         ctx.save_for_backward(x, w)
         ctx.grad_w = grad_w
@@ -188,10 +186,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
-        K is the number of lanes. The result is a pair:
-        - a dictionary from the id of a parameter to its values in all lanes, [K, ...].
-        - the trained parameters, [K, ...]. With `local.clip`, parameters that follow one another in
-          the vector are joined: a tensor [K, n] has n floats of each lane.
+        The parameters are tensors [K, ...] for K lanes, by the id of the parameter. The optimizer
+        changes the trained ones. With `local.clip`, it gets tensors [K, n] of parameters that
+        follow one another in the vector.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}

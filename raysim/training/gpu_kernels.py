@@ -74,11 +74,8 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class GpuKernels(TorchFunctionMode):
     """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    Some GPU kernels work only at aligned memory addresses. Such a kernel gets an aligned copy of an
-    unaligned tensor.
-
-    modules: the modules of the networks. Without a GroupNorm, convolutions use the memory layout
-    "channels last", which is faster.
+    Kernels that need aligned memory get a copy of an unaligned tensor. If `modules` has no
+    GroupNorm, convolutions use the memory layout "channels last", which is faster.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -91,10 +88,8 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of a PyTorch function, computed with suitable GPU kernels.
 
-        While the mode is active, PyTorch calls this method in place of each function. Layers, such
-        as `linear`, get aligned copies of unaligned tensors. A `conv2d` of a batch of images,
-        without keyword arguments, uses fast kernels, too. All further functions are called without
-        a change.
+        PyTorch calls this method in place of each function. Layers get aligned tensors. A `conv2d`
+        of a batch of images, without keyword arguments, uses fast kernels, too.
         """
         kwargs = kwargs or {}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:

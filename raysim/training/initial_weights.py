@@ -34,7 +34,7 @@ class Init:
     only: networks, modules or tensors that start from the file, such as "model" or "extractor";
     None means all.
     redraw: networks, modules or tensors, such as "head", that keep the values with which the model
-    is built, even if the file has them.
+    is built.
     sha256: the checksum that the file must have; None stores the file's checksum.
     """
 
@@ -87,7 +87,6 @@ class InitialWeights:
     def drawn(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> list[str]:
         """Return the full names of the tensors whose initial values do not come from the file.
 
-        `init.only` or `init.redraw` excludes them, or the file has no values for them.
         personal: full names of tensors that stay on the clients; the file may lack them.
         Raises ValueError if tensors of the file and of the run do not match.
         """
@@ -98,8 +97,8 @@ class InitialWeights:
     def check_base(self, networks: Mapping[str, nn.Module], personal: Collection[str]) -> None:
         """Raise ValueError if the adapters in the file do not fit the run's frozen weights.
 
-        Adapters fit if they were trained with frozen weights of the checksum `self.base`. Do
-        nothing if the file has no checksum, or if the run uses no adapter from the file.
+        Adapters fit if they were trained with the same frozen weights, by the file's checksum
+        (`self.base`). Do nothing without a checksum, or if the run uses no adapter from the file.
 
         personal: full names of tensors that stay on the clients; the file may lack them.
         """
@@ -154,10 +153,10 @@ class InitialWeights:
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
         """Map full names of the run's tensors to the arrays of the weights file.
 
-        The file may use the full names, full names without the prefix "model.", or the names from
-        the user's own model. Arrays without a tensor of the run are left out.
-        Raises ValueError if only some arrays have a tensor of the run. `init.only`, or
-        `init.redraw` for all arrays without a tensor, prevents this error.
+        The file may use the full names, these names without "model.", or the names from the user's
+        own model. Arrays without a tensor of the run are left out.
+        Raises ValueError if only some arrays have a tensor, unless `init.only` is set or
+        `init.redraw` lists the others.
         """
 
         def known_names(scheme: dict[str, str]) -> int:
@@ -195,13 +194,11 @@ class InitialWeights:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
         Personal tensors, frozen weights and buffers that are not saved may be missing. If
-        `init.only` is set, the file must have all other wanted tensors. Otherwise:
-        - The file must have all wanted tensors of the network "model".
-        - The file may lack another network as a whole, but not a part of it.
-        - The file may lack all adapters if it has the frozen weights of the layers with adapters.
+        `init.only` is set, no other wanted tensor may be missing. Otherwise the file may lack:
+        - another network than "model" as a whole, but not a part of it;
+        - all adapters, if it has the frozen weights of the layers with adapters.
 
-        wanted: full names of the tensors that start from the file, by `init.only` and
-        `init.redraw`.
+        wanted: the tensors that start from the file, by `init.only` and `init.redraw`.
         available: these tensors' arrays in the file.
         is_partial: True if `init.only` is set.
         """
