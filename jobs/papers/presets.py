@@ -272,7 +272,7 @@ HEAD_EPOCHS = 10  # of the head in Table 1; not stated in the paper
 FRAUG_NOTES = {
     "fraug/table1": (
         f"we train the head for {HEAD_EPOCHS} epochs, which the paper does not state, on all "
-        "samples of the client's domain; the whole network was trained on the share "
+        "training samples of the client's domain; the whole network was trained on the share "
         "partition.fraction of them"
     ),
     "fraug/table3": "the missing parts of our rows 1 to 6 are a guess: see the commands",
