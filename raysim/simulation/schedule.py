@@ -446,18 +446,11 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
     """Raise ValueError if a schedule needs more clients in flight than the run can dispatch.
 
-    Only clients with samples can be dispatched. For `schedule=buffered`, also raise ValueError if
-    an aggregation needs more updates than the largest number of jobs in flight.
+    Only clients with samples can be dispatched.
     counts: int [clients], the number of training samples of each client.
     of: text that follows the word "clients" in the error, such as " of edge server 2".
     """
     able = int(np.count_nonzero(counts))
-    if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
-        raise ValueError(
-            f"schedule.size={schedule.size} is more than "
-            f"schedule.concurrency={schedule.concurrency}, the number of clients in flight. Set "
-            f"schedule.size={schedule.concurrency} or less, or increase schedule.concurrency."
-        )
     if schedule.concurrency <= able:
         return
     for name in ("cohort", "concurrency"):

@@ -326,10 +326,6 @@ def test_error_of_an_unknown_fleet_key_suggests_the_nearest_key(
     ("words", "text"),
     [
         (
-            ["schedule=buffered", "schedule.concurrency=2", "schedule.size=3"],
-            "schedule.size=3 is more than schedule.concurrency=2",
-        ),
-        (
             ["schedule=tiered", "schedule.tiers=11", "schedule.cohort=1"],
             "schedule.cohort=1",
         ),

@@ -160,7 +160,6 @@ def test_schedule_values_out_of_range_are_refused(make: Callable[[], object], va
         (Immediate(4), "concurrency=4", "concurrency=3"),
         (Oversample(3, 1.5), "cohort=3", "cohort=1"),
         (Tiered(2, 2), "cohort=2", "cohort=1"),
-        (Buffered(2, 3), "size=3", "size=2"),
     ],
 )
 def test_error_suggests_the_largest_value_if_a_schedule_needs_too_many_clients(

@@ -47,6 +47,7 @@ SCHEDULES: dict[str, Schedule] = {
     "deadline, discard": Deadline(4, 0.15, "discard"),
     "buffered": Buffered(5, 2),
     "buffered, at most 1 late": Buffered(5, 2, max_staleness=1),
+    "buffered, larger than the number in flight": Buffered(2, 5),
     "immediate": Immediate(4),
     "tiered": Tiered(2, 2),
 }

@@ -137,6 +137,8 @@ SCHEDULES = [
     Buffered(7, 3),
     Buffered(3, 1),
     Buffered(5, 5),
+    Buffered(3, 5),
+    Buffered(1, 9),
 ]
 
 
