@@ -53,12 +53,12 @@ def make_initial(
 ) -> InitialModel:
     """Return the initial parameters of a Flower app.
 
-    They come from `function` if it is set, or else from `server_app` if it is set. Otherwise they
-    come from client 0 of the ClientApp. The runner's seed seeds the global random generators.
+    `function` provides them if it is set, or else `server_app`, or else client 0 of the ClientApp.
+    The runner's seed seeds the global random generators.
     function: "module:function", or "".
     server_app: "module:object" of a ServerApp, or "".
-    client_app: "module:object" of the ClientApp, named in errors.
-    Raises `RefusedError` if nothing provides the parameters, or if they cannot be read.
+    client_app: "module:object" of the ClientApp, for errors.
+    Raises `RefusedError` if nothing provides parameters that can be read.
     """
     folder = runner.folder or Path.cwd()
     with seeded_generators(runner.seed, torch.device("cpu")):

@@ -3,11 +3,10 @@
 Source: Flower (Beutel et al., arXiv:2007.14390), version 1.42.
 
 Choices
-- raysim aggregates the updates, with the run's methods. A project's ServerApp provides only the
-  initial parameters and the config of its first message for training. `raysim flower run` runs the
-  whole ServerApp.
-- The app loads its own data. `data` and `partition` set only the number of clients and each
-  client's number of samples. Virtual time and the weights of updates follow from these numbers.
+- raysim aggregates the updates. A project's ServerApp provides only the initial parameters and the
+  config of its first message for training. `raysim flower run` runs the whole ServerApp.
+- The app loads its own data. `data` and `partition` set only the numbers of clients and samples,
+  which decide virtual time and weights.
 - The state in an app's Context is the client's state.
 """
 
@@ -41,10 +40,10 @@ class FlowerLearner(Learner):
     app: "module:object" of a ClientApp, a client_fn or a class of clients. "" uses the ClientApp in
     the project's pyproject.toml.
     folder: the project's folder; None is the current folder.
-    run_config: values that replace those in the project's run config, by name.
+    run_config: values that replace those in the project's run config.
     train_config, evaluate_config: the config of each message for this purpose.
     parameters: "module:function" that returns the initial parameters. "" gets them from the
-    project's ServerApp or, without one, from `get_parameters` of client 0.
+    project's ServerApp, or else from `get_parameters` of client 0.
 
     Raises `RefusedError` for an app that cannot be used.
     """

@@ -51,10 +51,10 @@ def train(
     """Send a client parameters for training; return what its reply contains.
 
     number: how many messages for training the client has received before.
-    version: how many aggregations were made before.
+    version: the number of earlier aggregations.
     state: the packed records that the client keeps; b"" for none.
-    Raises AppError if the app fails or trains on no samples. Also raises it if the reply has not
-    exactly one ArrayRecord.
+    Raises AppError if the app fails or trains on no samples, or if its reply has not exactly one
+    ArrayRecord.
     """
     content = model_records(
         arrays, _with_round(config, version), "train", runner.app.uses_client_fn

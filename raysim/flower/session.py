@@ -116,10 +116,10 @@ class AppResult:
     """The result of a run of a Flower app.
 
     messages: a row for each message that was answered, lost or failed.
-    rounds: a row for all messages of one type that were sent at the same virtual time. It has the
+    rounds: a row for all messages of one type that were sent at the same virtual time, with the
     weighted means of the numbers in the replies.
-    summary: results of the run, by name. Metrics of the last round have the prefix "train." or
-    "evaluate."; the ServerApp's scores have "server.".
+    summary: results of the run, by name. Scores of the last round start with "train." or
+    "evaluate."; the ServerApp's scores start with "server.".
     out: the run's folder; None if nothing is stored.
     """
 
@@ -133,9 +133,9 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     """Run a Flower app until its ServerApp returns; return the tables and scores of the run.
 
     say: function that shows a text to the user.
-    Raises `RefusedError` if the app cannot be imported or `run.out` contains another run. Also
-    raises it if `run.out` is not empty and `run.resumes` is False.
-    Raises ReplayError if the ServerApp of a continued run does not send the same messages again.
+    Raises `RefusedError` if the app cannot be imported, or if `run.out` contains another run.
+    Without `run.resumes`, any content of `run.out` is refused.
+    Raises ReplayError if a continued run does not send the same messages again.
     Raises RunStoppedError if the ServerApp fails, or if several workers die on the same messages.
     """
     records: list[MessageRecord] = []

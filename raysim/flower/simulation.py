@@ -56,13 +56,13 @@ def start_simulation(
     have the cids "0" to "N-1", as in Flower before version 1.9.
     client_fn: function that makes a client.
     num_clients: the number N.
-    clients_ids: must be None, because Flower no longer supports it.
+    clients_ids: must be None.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
-    server: None makes a server from `strategy` and `client_manager`, which are not used otherwise.
-    config: the number of rounds, and the virtual seconds for which a round waits for replies.
+    server: None makes one from `strategy` and `client_manager`, which otherwise have no effect.
+    config: the number of rounds, and the virtual seconds that a round waits for replies.
     strategy: None is Flower's FedAvg.
-    client_manager: the object that chooses the clients of a round; None is SimpleClientManager.
-    ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used.
+    client_manager: None is Flower's SimpleClientManager.
+    ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: have no effect.
 
     seed: the seed of `random`, NumPy, torch and the fleet.
     samples: the assumed number of samples that a training message takes; the virtual clock uses it.

@@ -1,12 +1,12 @@
 """Local training by the `Trainer` of Hugging Face's transformers.
 
-Each job trains the run's model, which need not be one of transformers, with a new `Trainer`.
+The run's model need not be one of transformers.
 
 Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020).
 
 Choices
-- The loss is the run's. Learning rate, batch size, epochs or steps, weight decay and clipping come
-  from `local.*`. `options` sets any argument of `TrainingArguments`, also those from `local.*`.
+- The loss is the run's. `local.*` sets learning rate, batch size, epochs or steps, weight decay and
+  clipping. `options` sets any argument of `TrainingArguments`, also these.
 - The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job. Its
   weight decay leaves out biases and normalization layers.
 - The Trainer writes no files and reports nowhere.

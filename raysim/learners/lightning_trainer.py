@@ -1,14 +1,12 @@
 """Local training by the `Trainer` of Lightning.
 
-Each job trains a `LightningModule` that contains the run's model. To use your own module, derive a
-class from `LightningTrainer` and override its function `module`.
+To use your own module, derive a class from `LightningTrainer` and override its function `module`.
 
 Source: Falcon et al., "PyTorch Lightning" (2019).
 
 Choices
-- The default module has the run's loss and optimizer (`local.optimizer`, `lr`, `momentum`,
-  `weight_decay`). Epochs or steps and clipping come from `local.*`. `options` sets any argument of
-  `lightning.Trainer`, also these.
+- The default module has the run's loss and optimizer. Epochs or steps and clipping come from
+  `local.*`. `options` sets any argument of `lightning.Trainer`, also these.
 - The Trainer writes no files, shows nothing and uses one device.
 """
 

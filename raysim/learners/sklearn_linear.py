@@ -3,20 +3,19 @@
 Each client trains an estimator from the received coefficients; the server averages `coef_` and
 `intercept_`.
 
-Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), and FedAvg
-(McMahan et al., AISTATS 2017).
+Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011).
 
 Choices
 - A job calls `partial_fit` with all samples once for each epoch (`local.epochs`), or once with
   `local.steps`.
 - An estimator without `partial_fit` is trained by one call of `fit`. If its class has the argument
-  `warm_start` (LogisticRegression), `fit` starts from the received coefficients. `options.max_iter`
-  is then the length of local training. Otherwise (Ridge, LinearSVC) `fit` ignores the received
-  coefficients, so the server averages independent models.
+  `warm_start` (LogisticRegression), `fit` starts from the received coefficients, and
+  `options.max_iter` is the length of training. Otherwise (Ridge, LinearSVC) the server averages
+  independent models.
 - `local.lr`, `local.batch` and the optimizer are not used. The estimator's learning-rate schedule
   starts again in each job.
-- If a client has samples of two of several classes, `fit` trains the difference d of two rows of
-  `coef_`. The mean m of these rows does not change: the trained rows are m - d/2 and m + d/2.
+- If a client has samples of two of several classes, `fit` trains the difference of the two rows of
+  `coef_`. The mean of these rows does not change.
 - `fit` cannot train on a single class. A client with one class returns the received coefficients.
 """
 

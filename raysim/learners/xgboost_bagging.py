@@ -4,18 +4,17 @@ A client continues boosting the received ensemble and returns only its new trees
 all new trees and multiplies their leaves by the weight of the client's update. So a round adds the
 mean of the clients' predictions.
 
-Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016). The examples of
-Flower and NVFlare for XGBoost also append the trees of all clients ("bagging").
+Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016).
 
-Departures from these examples
+Departures from the examples of Flower and NVFlare ("bagging")
 - Flower appends the trees unchanged, which adds the sum of the clients' predictions. NVFlare
   divides the learning rate by the number of clients. Here a client's weight is its share of the
   samples by default.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.
-- The initial prediction is `base_score`: 0.5, unless `options` sets it. It is not estimated from
-  samples, because it would then differ from client to client.
+- The initial prediction is `base_score`: 0.5, unless `options` sets it. An estimate would differ
+  from client to client.
 - XGBoost runs with one thread and a seed for each job, so that a run is bit-identical.
 """
 

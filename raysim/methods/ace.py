@@ -1,7 +1,5 @@
 """ACE and ACED: step along the mean of all clients' latest updates after each arrival.
 
-Fast clients do not have more influence than slow ones.
-
 Source: Chang et al., "Mitigating Participation Imbalance Bias in Asynchronous Federated Learning"
 (arXiv 2511.19066). x is the model, eta the server's learning rate, u_i the last update of client i,
 and tau_i the base version of u_i. At version t, client j returns Delta, trained from version tau:
@@ -9,17 +7,14 @@ and tau_i the base version of u_i. At version t, client j returns Delta, trained
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
 
 A is the set of clients whose update the server has (ACE), or whose update is at most max_staleness
-versions old (ACED).
+versions old (ACED). If A is empty, x does not change.
 
-The method is meant for `schedule=immediate` and tens to hundreds of clients. If a schedule
-aggregates several updates at once, the server makes one step for all of them; CA2FL is meant for
-this.
+The method is meant for `schedule=immediate` and tens to hundreds of clients. Updates that are
+aggregated at once make one step.
 
 Departures from the paper
-- The age of an update is the number of aggregations since its base version.
-- The mean is over A, not over all clients. If A is empty (ACED), the model does not change.
-- In the paper, the server first waits for an update of every client. Here it waits only with
-  initialise=true.
+- The mean is over A, not over all clients.
+- The paper's server first waits for an update of every client, as initialise=true does.
 - BatchNorm's statistics are averaged over the arriving updates, if the model changes.
 - A job may have several local steps; the paper makes one.
 """
@@ -82,9 +77,7 @@ def all_client_step(
     params: [D].
     cache: [N, D], the last update of each client.
     dispatch_versions: int64 [N], the base version of each cached update; -1 for none.
-    client: the client whose update arrives.
-    delta: [D], this update.
-    dispatch_version: the base version of this update.
+    client, delta, dispatch_version: the arriving update [D] with its client and base version.
     version: the current version.
     server_lr: the factor eta on the mean of the updates.
     max_staleness: the mean leaves out updates that are older, in versions. None for no limit.

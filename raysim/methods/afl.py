@@ -10,8 +10,7 @@ update of client i, and F_i the loss of the received model on the client's train
     lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
 
 Departures from the paper
-- N counts the clients with training samples, and is at most 100,000. All other clients have
-  lambda_i = 0.
+- N counts the clients with training samples, and is at most 100,000.
 - F_i is the task loss alone, in eval mode and without augmentation.
 - BatchNorm's statistics are averaged with the weights of the updates.
 - If lambda_i = 0 for all participants, the run's weights are used.

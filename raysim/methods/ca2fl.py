@@ -12,12 +12,11 @@ learning rate:
 Departures from the paper
 - If a client has two updates in a buffer, both use the h_i from before this aggregation. Afterwards
   h_i is the later update.
-- h is the mean over the clients with samples. Clients without an update count as 0, which makes
-  early steps short, unless average="seen" leaves them out.
+- Clients without an update count in h as 0, which makes early steps short, unless average="seen"
+  leaves them out.
 - Updates have no staleness weights.
 - BatchNorm's statistics become the mean over the updates in the buffer.
 - The paper's MF-CA2FL, which saves memory, is not implemented.
-- SCAFFOLD corrects the same bias, so do not combine the two methods.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Centralized training: one model on the pooled data of all clients, without federation.
 
-It is the baseline "All" in Table 2 of FRAug (Chen et al., ICCV 2023). Nothing travels, so the
-history has no traffic. The model is scored on each client's test set.
+It is the baseline "All" in Table 2 of FRAug (Chen et al., ICCV 2023). The history has no traffic.
+The model is scored on each client's test set.
 
 How the run works
-- The settings are those of a federated run. The optimizer starts again in each round.
+- The optimizer starts again in each round.
 - A round processes as many samples as a federated round with m of N clients on average.
   local.epochs=E makes E m / N passes over all samples, rounded to whole batches. local.steps=S
   makes S m batches.

@@ -1,7 +1,5 @@
 """DANN: learn features that do not show which client a sample comes from.
 
-The features are trained so that a discriminator cannot predict the client from them.
-
 Source: Ganin et al., "Domain-Adversarial Training of Neural Networks" (JMLR 2016), with alternating
 steps as in DomainBed and in FedBR's Appendix A. The client i is the domain. z are the features of a
 sample with the label y, omega is the classifier, delta the discriminator, CE the cross-entropy, and
@@ -14,7 +12,7 @@ Departures from the paper
 - With r = `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if k mod (1 +
   r) < r. So r = 1 leaves the classifier half of the local steps, as in FedBR's code.
 - mode="grl" is the original form: a single step with a gradient-reversal layer.
-- There is no gradient penalty, because its weight is 0 in FedBR's code.
+- There is no gradient penalty, as in FedBR's code.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ learning rate, beta the factor of the old momentum, and c the setting `activatio
                     x <- x + eta ((1 - c N + c) beta m + D_t / N)
     other t         x <- x + eta (c beta m + D_t / N)
 
-The momentum changes only with the mean of N updates, because single updates may be stale. With c =
-0 the sum of N steps is one step of Nesterov's momentum with this mean.
+With c = 0 the sum of N steps is one step of Nesterov's momentum with the mean of N updates.
 
 Departures from the paper
-- Steps are added, because D_t is an update; the paper subtracts gradients.
 - If a schedule aggregates several updates at once, D_t is their mean. The method is meant for
   `schedule=immediate`, with weights that do not depend on samples.
 - All clients have the same settings. In the paper, slow clients make fewer local steps.
@@ -121,7 +119,7 @@ class DelayedNesterov(Method):
 
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: the number N.
+    every: the number N; the momentum changes in every N-th step.
     activation: the number c, from 0 to 1 / N. Between two changes of the momentum m, an update D
     moves the model by eta (c beta m + D / N).
     """

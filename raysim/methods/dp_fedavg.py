@@ -14,15 +14,15 @@ D_i. The bit b_i is 1 if |D_i| <= C, otherwise 0. The settings are z (`noise`), 
 Both noisy sums together have the same privacy loss as the first sum alone with the noise z.
 
 The two epsilons
-- The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models and all
-  bounds C of the run, but no other columns of the history and no scores of single clients.
+- The guarantee is (epsilon, delta)-differential privacy of clients. It covers the models and bounds
+  C of the run, but no other columns of the history and no scores of single clients.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws exactly m of the n clients with
   samples. Neighbours differ in the data of one client, so the sum of the clipped updates changes by
   at most 2 C. Therefore epsilon is computed for the noise z / 2 (Wang, Balle and Kasiviswanathan,
   AISTATS 2019).
-- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
-  round independently with probability m / n, and that one neighbour has one more client. Rounds of
-  a fixed size do not have this guarantee.
+- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that each client joins a round
+  independently with probability m / n, and that one neighbour has one more client. Rounds of a
+  fixed size do not have this guarantee.
 - Neither number holds if the devices decide which clients take part (availability, over-selection,
   deadlines).
 - The noise comes from the run's seed, so the method measures the cost of privacy and protects
@@ -31,8 +31,7 @@ The two epsilons
 Departures from the papers
 - s is m / 20, as in the paper, but at least z, because z_D exists only for s > z / 2. With noise 0
   no epsilon is reported.
-- All clients have the same weight. A failed client counts as an update of zero: the sum is still
-  divided by m.
+- All clients have the same weight. A failed client counts as an update of zero.
 - The server, not the client, clips the updates and computes b_i.
 """
 

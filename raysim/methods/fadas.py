@@ -2,7 +2,7 @@
 
 Source: Wang et al., "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024),
 Algorithm 1 and its delay-adaptive rule. Delta is the mean update of a buffer, and s the largest
-staleness in the buffer. m and v are the two moments of Delta, w is the largest v so far, and x the
+staleness in the buffer. m and v are the moments of Delta, w is the largest v so far, and x the
 model:
 
     m <- beta1 m + (1 - beta1) Delta      v <- beta2 v + (1 - beta2) Delta^2      w <- max(w, v)
@@ -10,15 +10,12 @@ model:
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
 Departures from the paper or its code
-- "scale" is the rule of the released code, which is also the source of the defaults. "cap" is the
-  rule of the paper. With "cap" and eta = 1e-3, only a staleness above 1000 lowers the rate. With
-  threshold=null the rate is always eta.
-- With bias_correction=True, step n divides m by 1 - beta1^n and w by 1 - beta2^n, as in the
-  released code. The paper has no correction.
+- "scale" and the defaults are those of the released code, "cap" is the paper's. With "cap" and eta
+  = 1e-3, only a staleness above 1000 lowers the rate.
+- bias_correction=True is the released code's: step n divides m by 1 - beta1^n and w by 1 - beta2^n.
 - An update is the trained model minus the received one, as in the paper, not as in the released
   code.
-- Updates have equal weights, unless weighting=samples is set. BatchNorm's statistics are averaged.
-  Staleness is counted at the aggregation.
+- BatchNorm's statistics are averaged.
 
 FADAS does not remove the bias towards fast clients. With the method CA2FL, CA2FL's step replaces
 Delta; this combination is not published.
@@ -80,9 +77,8 @@ def amsgrad_step(
     delta: the mean update, which points towards improvement.
     first_moment, second_moment: the running means of the update and of its square.
     max_second_moment: the largest second moment so far, for each entry.
-    server_lr: the factor on the step.
     beta1, beta2: the factors of the old values in the first and the second moment.
-    eps: the constant that is added to the root of the largest second moment.
+    eps: the constant that is added to the root in the divisor.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
@@ -147,7 +143,7 @@ class FADAS(Method):
     threshold: the largest staleness at the full rate; None always uses the full rate.
     rule: the rate for a larger staleness s. "scale" is eta / s, "cap" is min(eta, 1 / s).
     beta1, beta2: the factors of the old values in the first and the second moment.
-    eps: the constant that is added to the root of the largest second moment.
+    eps: the constant that is added to the root in the divisor.
     bias_correction: True corrects the moments for their start at 0.
     """
 

@@ -22,10 +22,10 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    kernel: "gaussian" is a sum of Gaussian kernels exp(-|a - b|^2 / w) with different widths w. The
-    middle width is the mean squared distance over all pairs of different rows of x and y. No
-    gradient flows through it. "moments" is the mean squared difference of the mean rows plus that
-    of the (unbiased) covariance matrices.
+    kernel: "gaussian" sums Gaussian kernels exp(-|a - b|^2 / w) of different widths w. The middle
+    width is the mean squared distance of different rows of x and y; no gradient flows through it.
+    "moments" adds the mean squared differences of the mean rows and of the (unbiased) covariance
+    matrices.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -115,9 +115,9 @@ def feature_distance(
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
     metric: "mmd" has Gaussian kernels, "mmd_moments" compares means and covariances, and
-    "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference of equal rows.
+    "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference.
     x_labels: the class of each row of x, int64 [n], for "mmd_classes".
-    y_labels: the class of each row of y, int64 [k]; None means `x_labels`.
+    y_labels: the class of each row of y; None means `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.
     """
     if metric != "mmd_classes":

@@ -8,20 +8,18 @@ the learning rate of W:
     theta = y' + (x - y') W
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
-A client's first job trains x. Each later job first learns W on a share of the client's samples.
-Training then starts from theta in the last p layers, and from x in all other layers. The update is
-the trained model minus x.
+A client's first job trains x. Each later job first learns W, and then trains from theta in the last
+p layers and from x elsewhere. The update is the trained model minus x.
 
-The second job makes passes over this share until the last ten losses have a standard deviation
-below 0.1. Each later job makes one pass.
+W is learnt on a share of the client's samples. The second job makes passes until the losses of the
+last ten have a standard deviation below 0.1. Each later job makes one pass.
 
 Departures from the paper
 - A layer is a module with parameters that travel. With p = 1 only the head is mixed.
 - W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
-- The loss of a pass is the loss of its last batch. The second job makes 11 to 100 passes, and
-  virtual time counts 100.
-- A client is scored with y' + (x - y') W in the last p layers, for the current x. A client without
-  W is scored with x.
+- The loss of a pass is that of its last batch. The second job makes 11 to 100 passes; virtual time
+  counts 100.
+- Clients are scored with theta for the current x. Clients without W are scored with x.
 """
 
 from __future__ import annotations

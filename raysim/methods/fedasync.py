@@ -12,15 +12,14 @@ The method is meant for `schedule=immediate`. `method=fedasync+fedprox` adds the
 
 Departures from the paper or public code
 - If an aggregation has several models, they are mixed into x one after another, and each increases
-  t by 1. Each mixing scales down all earlier models. So in synchronous rounds the last model counts
-  most, unlike in FedAvg.
-- The hinge function is that of the paper. In easyFL's code, its denominator is a (s - b).
+  t by 1. In synchronous rounds the last model counts most, unlike in FedAvg.
+- easyFL's code has the hinge function 1 / (a (s - b)).
 - y includes BatchNorm's statistics. To add the update y - x_tau instead, use FedBuff with a buffer
   of one update.
 - With weighting=samples, a_t is multiplied by the client's number of samples relative to the mean
   over clients, and limited to 1.
 - A model older than max_staleness is left out. t still grows.
-- Staleness follows from the fleet and virtual time. The paper draws it at random.
+- The paper draws the staleness at random.
 """
 
 from __future__ import annotations

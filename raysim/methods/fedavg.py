@@ -8,10 +8,9 @@ p_i:
     p_i = n_i ("samples") or 1 ("uniform")
 
 Departures from FedBR (Guo et al., ICML 2023)
-- Clients are weighted by samples, unless the run sets `weighting=uniform`. FedBR gives all clients
-  the same weight.
-- Integer buffers (BatchNorm's counters) take the maximum over the clients. FedBR's code averages
-  all buffers.
+- Clients are weighted by samples. The equal weights of FedBR are `weighting=uniform`.
+- Floating-point buffers are averaged, as in FedBR's code. Integer buffers (BatchNorm's counters)
+  take the maximum over the clients.
 """
 
 from __future__ import annotations

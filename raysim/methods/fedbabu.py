@@ -2,13 +2,13 @@
 
 Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification"
 (ICLR 2022). The body is the model without its head. Clients train bodies with the same initial
-head, which never changes in jobs and is never sent. The server averages the bodies. A client's head
-is fine-tuned on its samples before it is scored.
+head, which is never trained in jobs nor sent. The server averages the bodies. Before a client is
+scored, its head is fine-tuned on its samples.
 
 Departures from the paper
 - finetune="head" trains the head with the body in eval mode; "all" trains the whole model.
-- Each client's test samples also score the shared model. The columns that end in `_finetuned` have
-  the scores of the clients' own models.
+- Columns that end in `_finetuned` have the scores of the clients' own models. The shared model is
+  scored, too.
 - The body has the run's optimizer. Weight decay does not change the head.
 """
 

@@ -43,9 +43,9 @@ def split_parameter_names(
 
     names: the names of all tensors, such as "bn1.weight".
     norm_modules: the names of the normalisation layers, such as "bn1".
-    scope: the personal tensors of these layers. "statistics" are the running statistics, "affine"
-    the scales and offsets, "all" both.
-    Raises ValueError for another scope than these and "none".
+    scope: the personal tensors of these layers: their "statistics", their "affine" parameters,
+    "all" or "none".
+    Raises ValueError for another scope.
     """
     one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]
@@ -61,10 +61,10 @@ def reestimate_statistics(
 ) -> None:
     """Replace BatchNorm's running statistics by the mean of the batches' statistics.
 
-    The mean is weighted by batch size. Batches of one sample are left out; if there are no others,
-    nothing changes. Only the given layers are in train mode during the call.
+    The mean is weighted by batch size, without batches of one sample. Without any other batch,
+    nothing changes.
     model: the network, which is run on the batches.
-    layers: the BatchNorm layers whose statistics change.
+    layers: the BatchNorm layers whose statistics change; only these are in train mode meanwhile.
     batches: the inputs and labels of each batch.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]

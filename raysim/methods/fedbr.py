@@ -12,16 +12,16 @@ and s-_j = cos(P(z_p), P(z)):
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
 L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples with the
-target 1 / C for each of C classes. With pseudo="mixture", the mean includes samples of the batch,
-and the target includes their labels.
+target 1 / C for each of C classes. With pseudo="mixture", samples of the batch and their labels are
+also averaged.
 
 Departures from the paper
-- Similarities are multiplied by tau, as in the released code. temperature_mode="divide" computes s
-  / tau, as eqs. (5) and (6) print; the published ablation with tau2 = 0 then is impossible.
+- Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau
+  (temperature_mode="divide"), with which the published ablation with tau2 = 0 is impossible.
 - Row j is compared with row j, as in the released code. Eq. (2) has an expectation over all rows.
-- The received model computes z_g in each step with pseudo="mixture", otherwise once for a job. The
-  released code computes z_g only in a job's first step, as global_features="round" does. The
-  received model is in eval mode here, in train mode there.
+- With pseudo="mixture", z_g is computed in each step, otherwise once for a job. The released code
+  computes it only in a job's first step, as global_features="round" does.
+- The received model is in eval mode; in the released code it is in train mode.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def contrastive_loss(
 
     z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
     z_local: embeddings of real samples by the local model.
-    tau1, tau2: the temperatures of the similarities of `z_local_pseudo` to `z_global_pseudo` and to
-    `z_local`.
+    tau1, tau2: the temperatures for `z_global_pseudo` and `z_local`, which are compared with
+    `z_local_pseudo`.
     temperature_mode: "multiply" or "divide" similarities by the temperatures.
     Raises ValueError for another mode, and for a division by a temperature of 0 or less.
     """
@@ -154,13 +154,13 @@ class FedBR(Method):
     pseudo-sample.
     tau2: the temperature of the similarity of the trained model's features of a pseudo-sample and
     of a real sample.
-    temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
+    temperature_mode: "multiply" or "divide" similarities by the temperatures.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.
     pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
-    means of its samples before round 0. With "mixture", the server sends means of a public set, and
-    each step averages them with samples of the batch.
+    means of its samples before round 0. With "mixture", each step averages means of a public set
+    with samples of the batch.
     pseudo_refresh: "round" draws new pseudo-samples in every round; "once" draws them only before
     the first round.
     pseudo_batch: the number of pseudo-samples in a step.
@@ -174,8 +174,8 @@ class FedBR(Method):
     do.
     proxy: with "mixture", the data source of the public set; otherwise None.
     mix_samples: with "mixture", the number of samples of the batch in each pseudo-sample.
-    global_features: with "mixture", the received model computes features of pseudo-data in every
-    "step", or once for a job ("round").
+    global_features: with "mixture", the received model computes features in every "step", or once
+    for a job ("round").
     """
 
     name = "fedbr"

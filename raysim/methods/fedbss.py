@@ -9,12 +9,11 @@ E:
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   all other samples are biased
     a_e = (1 - cos(pi e / E)) / 2                         (6)   share of biased samples in epoch e
 
-Each epoch trains on all unbiased samples, and on the biased samples with the lowest losses. The
-first `warmup_rounds` rounds train on all samples.
+The first `warmup_rounds` rounds train on all samples.
 
 Choices where the paper is silent or inconsistent
-- The number of biased samples in an epoch is rounded down. With fraction_of="loss", all biased
-  samples take part, and a_e is a factor on their losses.
+- The biased samples with the lowest losses take part; their number is rounded down. With
+  fraction_of="loss", all biased samples take part, and a_e is a factor on their losses.
 - Epochs count from 1, so the last epoch trains on every sample.
 - If several samples are the most uncertain, m is the sample with the lowest loss. A sample whose
   uncertainty is nan is never m.
@@ -142,12 +141,12 @@ class FedBSS(Method):
 
     A sample is unbiased if its loss is at most the loss of the client's most uncertain sample.
     warmup_rounds: jobs with a smaller base version train on all samples.
-    refresh: every `refresh`-th job of a client after the warm-up computes its samples' losses and
+    refresh: after the warm-up, every `refresh`-th job of a client computes the losses and
     uncertainties. Jobs in between use the stored values.
     kind: the share of the biased samples in epoch e of E. "cosine" is (1 - cos(pi e / E)) / 2,
     "linear" is e / E, "filter" is 0, "all" is 1.
-    fraction_of: with "samples", this share of the biased samples takes part. With "loss", all
-    samples take part, and the share is a factor on the losses of biased samples.
+    fraction_of: with "samples", this share of the biased samples takes part. With "loss", the share
+    is a factor on the losses of all biased samples.
     """
 
     name = "fedbss"

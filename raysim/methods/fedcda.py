@@ -102,11 +102,9 @@ def select_models(
     The chosen models, together with `fixed_models`, minimise `selection_objective`. Of several such
     choices, the lexicographically first one is returned.
 
-    candidates: [B, K, D], the cached models of each client, newest first.
-    candidate_losses: [B, K].
+    candidates, candidate_losses: [B, K, D] and [B, K], the cached models, newest first.
     num_candidates: int64 [B], the number of cached models of each client.
-    fixed_models: [F, D], the models of other clients; F may be 0.
-    fixed_losses: [F].
+    fixed_models, fixed_losses: [F, D] and [F], of other clients; F may be 0.
     smoothness: the weight L of the divergence.
     """
     return greedy_selection(
@@ -295,10 +293,10 @@ class FedCDA(Method):
 
     memory: the number of cached models per client.
     batches: the number of groups of participants, which choose models one after another.
-    smoothness: the factor L.
+    smoothness: the factor L on the distances.
     warmup_rounds: the number of first rounds in which no models are chosen.
     warmup: the average in these rounds. "fedavg" takes the models of the participants, "selected"
-    the newest model of every client that took part so far.
+    the newest models of all clients.
     cache: where models are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
     """

@@ -11,8 +11,7 @@ Choices, and departures from the paper
 - Delta starts at 0, as in the paper, so the first round's steps are alpha times those of SGD. With
   warm_start=True, the first round is plain SGD, as in FedBR's code.
 - v contains alpha times the weight decay.
-- With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code writes to the
-  momentum buffer instead, and so computes different steps.
+- With local momentum, the optimizer's momentum is a sum of earlier v, unlike in FedBR's code.
 - If stages train separate networks, K_i is counted for each network.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
 """

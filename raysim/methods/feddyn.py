@@ -11,15 +11,13 @@ of all clients:
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
 Departures from the paper or its code
-- The run's weights give the mean D of theta_k - x^t over P. The server computes h <- h - (alpha |P|
-  / N) D and x^{t+1} <- x^t + D - h / alpha.
-- alpha is the same for all clients. The authors' code multiplies it by a factor that depends on the
-  client's share of the data.
+- With the run's weights, D is the weighted mean of theta_k - x^t over P. The server computes h <- h
+  - (alpha |P| / N) D and x^{t+1} <- x^t + D - h / alpha.
+- The authors' code multiplies alpha by a factor that depends on the client's share of the data.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - With alpha = 0, the method is FedAvg. A small alpha is not close to FedAvg, because h / alpha does
   not depend on alpha.
-- g_k and h cover all shared trainable parameters, including networks of other methods. BatchNorm's
-  statistics are averaged.
+- g_k and h cover all shared trainable parameters, including networks of other methods.
 - x^t is the received vector, even if another method (PartialFed) starts training elsewhere.
 """
 

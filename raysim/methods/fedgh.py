@@ -1,20 +1,18 @@
 """FedGH: remove the conflicts between clients' updates before they are averaged.
 
-Two updates conflict if their inner product is negative.
-
 Source: Zhang et al., "Tackling the Non-IID Issue in Heterogeneous Federated Learning by Gradient
 Harmonization" (IEEE SPL 2024). G_i is the update of client i, and g_i starts as G_i. For each pair
-(i, j) that conflicts, one pair after another,
+(i, j) with a negative inner product, one pair after another,
 
     g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
 The result is the weighted mean of all g_i.
 
-"fedgh_hierarchical" is another algorithm, which the code of FedLD (Zeng et al., MICCAI 2024) calls
-FedGH. r is a running mean of past aggregates. For each tensor of the model, the server sorts the
-updates g by <g, r>. It pairs the first update with the last one, the second with the last but one,
-and so on. If a pair conflicts, it removes from each update the projection on its partner. Each sum
-of a pair replaces the pair. This repeats until one vector is left, which is divided by the number
+"fedgh_hierarchical" is what the code of FedLD (Zeng et al., MICCAI 2024) calls FedGH. r is a
+running mean of past aggregates. For each tensor of the model, the server sorts the updates g by <g,
+r>. It pairs the first with the last, the second with the last but one, and so on. If the inner
+product of a pair is negative, it removes from each update the projection on its partner. The sum of
+each pair replaces the pair. This repeats until one vector is left, which is divided by the number
 of updates.
 
 Choices, and departures from the paper
@@ -24,11 +22,9 @@ Choices, and departures from the paper
   G_j> is negative, the second if <g_j, G_i> is.
 - A changed update is not scaled back to its original length.
 - All trainable parameters of a client form one vector, unless granularity="tensor".
-- In "fedgh_hierarchical", the last pair (a, b) is an exception, as in FedLD's code. Let s be the
-  original <a, b>. First a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the
-  changed a.
-- In "fedgh_hierarchical", each update is first multiplied by its weight, divided by the mean
-  weight. By default all weights are equal.
+- "fedgh_hierarchical" treats the last pair (a, b) as FedLD's code does. Let s be the original <a,
+  b>. First a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the changed a.
+- "fedgh_hierarchical" first multiplies each update by its weight, divided by the mean weight.
 """
 
 from __future__ import annotations
@@ -265,12 +261,11 @@ def hierarchical_harmonized_gradient(
 ) -> Tensor:
     """Add up m updates in pairs, then the sums in pairs; return the last sum divided by m, [d].
 
-    Vectors are sorted by their inner product with `reference`. The first is paired with the last,
-    the second with the last but one, and so on. If the inner product of a pair is negative, the
-    projection of each vector on its partner is first removed. In the last pair, the formula for the
-    second vector uses the changed first one.
+    If the inner product of a pair is negative, the projection of each vector on its partner is
+    first removed. In the last pair, the formula for the second vector uses the changed first one.
     gradients: [m, d], the updates of one tensor of the model.
-    reference: [d], the running mean of past aggregates.
+    reference: [d], the running mean of past aggregates. Vectors are sorted by their inner product
+    with it; the first is paired with the last.
     eps: a small number that is added to squared norms.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()

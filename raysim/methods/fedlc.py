@@ -1,7 +1,5 @@
 """FedLC: lower the logits of a client's rare classes in training.
 
-The client then has to learn a larger margin for its rare classes.
-
 Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration" (ICML
 2022). z are the logits of sample b, y is its label, and n_c the number of the client's samples of
 class c. With m_c = tau n_c^(-1/4),
@@ -14,9 +12,9 @@ Departures from the paper
 - With count_floor > 0, classes that a client lacks have a finite margin and stay in the sum.
 - With count_floor=0, a client with only one class has loss 0 and no gradient. `fedlc.one_class` in
   the history is the share of such clients.
-- Outputs that the method vhl adds have margin 0, so such a client then has a gradient.
+- Outputs that the method vhl adds have margin 0.
 - With Mixup, the loss is the cross-entropy with the mixed labels. With denominator="others", it is
-  the weighted mean of the losses for both labels.
+  the weighted mean of both labels' losses.
 """
 
 from __future__ import annotations
@@ -89,8 +87,7 @@ def calibrated_cross_entropy(
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
     class_counts, tau, count_floor: the arguments of `calibration_margins`.
-    denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
-    but the true class.
+    denominator: the softmax's sum is over "all" classes, or over all "others" than the true class.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)
@@ -102,14 +99,13 @@ def calibrated_cross_entropy(
 class FedLC(Method):
     """A task loss that lowers the logits of the client's rare classes.
 
-    The logit of a class with n samples is lowered by tau * n^(-1/4). Terms of other methods use the
-    unchanged logits.
+    The logit of a class with n samples is lowered by the margin tau * n^(-1/4). Terms of other
+    methods use the unchanged logits.
 
-    tau: the scale of this margin.
-    denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
-    but the true class.
-    count_floor: smaller counts of a class are replaced by this number. With 0, classes that the
-    client lacks are left out.
+    tau: the scale of the margins.
+    denominator: the softmax's sum is over "all" classes, or over all "others" than the true class.
+    count_floor: smaller counts of a class are replaced by this number. 0 leaves out classes that
+    the client lacks.
     """
 
     name = "fedlc"

@@ -6,30 +6,29 @@ Source: Zeng et al., "Tackling Data Heterogeneity in Federated Learning via Loss
     loss = cross-entropy + lam mean_b log(1 + |f_b|^2)
 
 The server has m updates g_i, the rows of a matrix G. lambda_l and e_l are the L largest eigenvalues
-of G G^T / m and their eigenvectors. The principal directions are v_l = G^T e_l / |G^T e_l|. The
-server averages g_i' in place of g_i:
+of G G^T / m and their eigenvectors. With the principal directions v_l = G^T e_l / |G^T e_l|, the
+server averages
 
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
-so that |g_i'| = |g_i|. The option "fedld" is fedld_margin (this loss) with fedld_principal (this
-rule of the server). Both can be used alone, as can "fedld_damped", another loss.
+The option "fedld" is fedld_margin (this loss) with fedld_principal (this rule of the server). Both
+can be used alone, as can "fedld_damped", another loss.
 
 Departures from the paper
 - kind="batch_softmax" is the penalty of the authors' code, with which the paper's values of lam
   were tuned. The kinds "logit_l2" and "threshold" and the damped loss are variants that the paper
   only names.
-- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The
-  authors' code divides lambda_l by the sum of all eigenvalues (normalization="sum"), and updates
-  become shorter. With the default, an update keeps its length, as the paper claims.
+- With the default, |g_i'| = |g_i|, as the paper claims. Read literally, eq. (7) has w_l = 1
+  (normalization="none"), and updates become longer. The authors' code divides lambda_l by the sum
+  of all eigenvalues ("sum"), and updates become shorter.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
 - All trainable parameters of a client form one vector. The authors' code treats each tensor
   separately, as granularity="tensor" does.
-- In the authors' code, all updates have the same weight. Here the run's weights count, as in the
-  paper.
+- In the authors' code, all updates have the same weight, and the rule applies from the third round
+  on.
 - Very small eigenvalues and projections count as 0 (see `tol`), and may make the rebuilt update
   shorter.
-- The authors' code applies the rule from the third round on, raysim in every round.
 - With Mixup, the label of a sample is the class with the largest weight.
 """
 
@@ -78,10 +77,9 @@ def margin_control_penalty(
     """Return lam times a penalty on the logits of a batch.
 
     logits: [B, C]; f are the logits of one sample.
-    kind: "marg_log" is the mean of log(1 + |f|^2) over the batch. "logit_l2" is the mean of |f|^2.
-    "threshold" is the mean of max(0, margin - threshold)^2, with the margins of `margins`.
-    "batch_softmax" is log(1 + S) with S the sum of p^2 over all softmax probabilities p of the
-    batch.
+    kind: "marg_log" is the mean of log(1 + |f|^2), "logit_l2" that of |f|^2, and "threshold" that
+    of max(0, margin - threshold)^2, with the margins of `margins`. "batch_softmax" is log(1 + S),
+    where S sums p^2 over all softmax probabilities p of the batch.
     labels: int64 [B], needed for kind="threshold" only.
     Raises ValueError for an unknown kind, and for kind="threshold" without labels.
     """
@@ -139,9 +137,8 @@ class MarginControl(Method):
 
     lam: the weight of the penalty.
     kind: the penalty on the logits f of each sample. "marg_log" (eq. 3) is the mean of log(1 +
-    |f|^2) over the batch. "logit_l2" is the mean of |f|^2. "threshold" is the mean of max(0, margin
-    - threshold)^2. "batch_softmax" is log(1 + S) with S the sum of p^2 over all softmax
-    probabilities p of the batch.
+    |f|^2), "logit_l2" that of |f|^2, and "threshold" that of max(0, margin - threshold)^2.
+    "batch_softmax" is log(1 + S), where S sums p^2 over all softmax probabilities p of the batch.
     threshold: the largest margin without a penalty. A margin is the label's logit minus the largest
     other logit.
     """
@@ -249,14 +246,14 @@ def revise_gradients(
 ) -> Tensor:
     """Rebuild updates from their principal directions; return the rebuilt updates [m, d].
 
-    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
-    all updates. lambda_l is the eigenvalue of direction l.
+    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l. The sum is over the principal
+    directions v_l of all updates, with the eigenvalues lambda_l.
     gradients: [m, d], the original updates g_i.
-    num_components: L, the largest number of principal directions that are used.
-    normalization: "l2" has w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). "sum" divides lambda_l
-    by the sum of all eigenvalues. "none" has w_l = 1.
-    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
-    of g_i on a direction counts as 0 if it is at most tol |g_i|.
+    num_components: L, the largest number of directions.
+    normalization: w_l is lambda_l / sqrt(sum_{k <= L} lambda_k^2) for "l2", and 1 for "none". "sum"
+    divides lambda_l by the sum of all eigenvalues.
+    tol: eigenvalues of at most tol times the largest one count as 0, as do projections of g_i of at
+    most tol |g_i|.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
@@ -296,8 +293,8 @@ class PrincipalGradient(Method):
     sqrt(sum_{k <= L} lambda_k^2), which keeps the length of updates. "sum" divides lambda_l by the
     sum of all eigenvalues, and "none" is 1.
     granularity: "model" rebuilds whole updates, "tensor" rebuilds each tensor separately.
-    tol: an eigenvalue counts as 0 if it is at most tol times the largest one. A projection counts
-    as 0 if it is at most tol times the update's length.
+    tol: eigenvalues of at most tol times the largest one count as 0, as do projections of at most
+    tol times the update's length.
     """
 
     name = "fedld_principal"

@@ -14,18 +14,17 @@ mean label ybar. f is the model, and with u = (1 - lam) x,
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
 Choices where the paper and the public implementations differ
-- With taylor_scale="public", the mean of l3 is divided by the batch size once more, as in public
-  implementations.
+- Public implementations divide the mean of l3 by the batch size once more, as taylor_scale="public"
+  does.
 - l3 has the total factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
   loss has the factor lam.
-- The server collects the pairs once, before round 0. A step draws a pair for each sample, without
-  replacement, as in the FedBR paper. pairs="one" draws one pair for the batch, as in the FedMix
-  paper.
+- The pairs are collected once, before round 0. A step draws a pair for each sample, without
+  replacement, as in the FedBR paper. The FedMix paper draws one pair for the batch (pairs="one").
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
   The paper averages all samples of a client.
-- With fresh=True, each step draws new means from all clients' raw data, as in FedBR's code. This is
-  only for reproducing numbers.
-- The reported task loss is l1 + l2 + l3, or the loss of NaiveMix.
+- fresh=True is for reproducing the numbers of FedBR's code, which draws means of raw data in each
+  step.
+- The reported task loss is this loss.
 """
 
 from __future__ import annotations
@@ -101,13 +100,13 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
-    `label_terms` returns l1 and l2. l3 is lam times the inner product of the mean input and the
-    gradient of l1 with respect to the input. Each term is a mean over the batch.
+    l1 and l2 are those of `label_terms`. l3 is lam times the inner product of the mean input and
+    the gradient of l1 with respect to the input, a mean over the batch.
     logits: [B, C], the outputs of the model for `inputs`.
     inputs: [B, ...], the batch's inputs times 1 - lam, which must require a gradient.
     labels: int64 [B].
     mean_inputs, mean_targets: [B or 1, ...] and [B or 1, C].
-    taylor_scale: "public" divides the mean l3 by the batch size B, "paper" does not.
+    taylor_scale: "public" divides l3 by the batch size B, "paper" does not.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
@@ -154,11 +153,11 @@ class FedMix(Method):
     lam: the weight of the means in a mixture, from 0 to 1; 0 is FedAvg.
     means: the number of pairs (mean input, mean label) that each client sends before round 0.
     samples_per_mean: the number of samples in each mean.
-    pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all samples.
+    pairs: "each" draws a pair for each sample of a step, "one" draws one pair for all samples.
     naive: True uses the loss of NaiveMix, on inputs that are mixed with mean inputs. False uses the
     first-order Taylor expansion of this loss.
-    taylor_scale: "paper" takes the mean of the first-order term over the batch. "public" divides
-    this mean by the batch size.
+    taylor_scale: the first-order term is its mean over the batch ("paper"), or this mean divided by
+    the batch size ("public").
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 

@@ -1,10 +1,8 @@
 """FedNova: divide each update by the number of its local steps.
 
-So clients that make more steps do not have more influence.
-
 Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-Optimization" (NeurIPS 2020). With D_i the update of client i after tau_i local steps, p_i its
-normalised weight, and a_i the number of plain steps that have the same effect:
+Optimization" (NeurIPS 2020). D_i is the update of client i after tau_i local steps, and p_i its
+normalised weight. a_i is the number of plain steps that have the same effect:
 
     x <- x + (sum_j p_j a_j) sum_i p_i D_i / a_i
 
@@ -15,7 +13,7 @@ normalised weight, and a_i the number of plain steps that have the same effect:
 Departures from the paper
 - Momentum, Nesterov's momentum and a proximal term can be combined: a_i is computed by tau_i steps
   with a constant gradient of 1.
-- If layers are trained with different numbers of steps, tau_i is the largest of these numbers.
+- If layers are trained with different numbers of steps, tau_i is the largest.
 - Weight decay, clipping and local.keep_optimizer do not change a_i.
 - Buffers are averaged as in FedAvg.
 """

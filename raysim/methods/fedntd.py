@@ -1,7 +1,5 @@
 """FedNTD: distil the received model's outputs for the classes other than the true one.
 
-So the local model forgets less about classes that the client does not have.
-
 Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
 Learning" (NeurIPS 2022):
 

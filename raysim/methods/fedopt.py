@@ -13,9 +13,9 @@ Classification" (2019). With D the mean update:
 Departures from the paper
 - bias_correction=True, which the paper does not have, multiplies step t by sqrt(1 - beta2^t) / (1 -
   beta1^t). This is the rule of TensorFlow's Adam, not of PyTorch's.
-- v starts at tau^2, which the paper allows; in the authors' code it starts at 0.
-- beta2 has the paper's default 0.99; in the authors' code it is 0.999.
-- There is no weight decay on the server, and buffers are averaged.
+- v starts at tau^2, which the paper allows. In the authors' code it starts at 0, and beta2 is
+  0.999.
+- Buffers are averaged.
 """
 
 from __future__ import annotations

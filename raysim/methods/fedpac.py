@@ -2,8 +2,8 @@
 
 Source: Xu et al., "Personalized Federated Learning with Feature Alignment and Classifier
 Collaboration" (ICLR 2023). Client i has n_i samples, n_ik of them in class k, and pi_ik = n_ik /
-n_i. f is the shared extractor, f_i the extractor that client i has trained, phi_i the head of
-client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0. CE is the
+n_i. f is the shared extractor, and f_i the extractor that client i has trained. phi_i is the head
+of client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0. CE is the
 cross-entropy, R the alignment loss, and lam its weight:
 
     h_ik = pi_ik mean_{y=k} f(x)    V_i = (sum_k pi_ik mean_{y=k} |f(x)|^2 - sum_k |h_ik|^2) / n_i
@@ -14,28 +14,22 @@ cross-entropy, R the alignment loss, and lam its weight:
     phi_i <- sum_j a_ij phi_j,  a_i = argmin a'P_i a over the simplex
              P_i,jl = V_j [j = l] + sum_k <h_ik - h_jk, h_ik - h_lk>
 
-The server averages the extractors as FedAvg does. Clients upload h, V, the trained head, and the
-mean features and the counts n_ik of each class.
-
 Departures from the paper
 - The first head_epochs epochs of a job train the head, all later epochs the extractor. The authors
   train the head for one epoch and then the extractor for E epochs.
-- With local.steps, the head trains for the steps of head_epochs passes over the samples, but at
-  most for head_epochs / (head_epochs + 1) of all steps.
+- With local.steps, the head trains for the steps of head_epochs passes over the samples. The limit
+  is head_epochs / (head_epochs + 1) of all steps.
 - Each phase has a separate optimizer.
-- h and V are measured with the received extractor, as in the authors' code, and the class means
-  with the trained one. All are measured on all samples of a client, in eval mode and without
-  augmentation.
+- h and V are measured with the received extractor, as in the authors' code. Measurements use all
+  samples of a client, in eval mode and without augmentation.
 - The extractor is in train mode while it is trained. In the authors' code it is always in eval
   mode.
-- If the last participants have no samples of a class, a client uses the mean features of its own
-  samples in place of the prototype. In the first round R is 0.
+- If the last participants have no samples of a class, a client uses its own mean features as
+  prototype. In the first round R is 0.
 - Prototypes and mixtures are over the participants of one aggregation. All other clients keep their
   last head, which at first is the initial head.
 - The authors' code drops eigenvalues of P below 0.01, and may then fail to find weights. Here P is
   not changed.
-- A weight a_ij of at most min_weight becomes 0, as in the authors' code, unless all weights of
-  client i are that small.
 - With Mixup, R is the mean of the values for both labels, with Mixup's weights.
 """
 
@@ -288,10 +282,9 @@ class FedPAC(Method):
     heads take 2 GB of memory.
 
     lam: the weight of the loss that aligns features with prototypes.
-    head_epochs: the number of a job's first epochs that train the head; later epochs train the
-    extractor.
+    head_epochs: the number of a job's first epochs that train the head.
     head_lr_factor: factor on local.lr while the head is trained.
-    min_weight: weights up to this value become 0 in a mixture of heads.
+    min_weight: weights up to this value become 0 in a mixture, unless all weights are that small.
     """
 
     name = "fedpac"

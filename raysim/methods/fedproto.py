@@ -8,17 +8,14 @@ extractor, d the number of its features, and C_j the prototype of class j.
     c_ij = mean of h(x) over client i's samples of class j, after training
     C_j  = sum_i n_ij c_ij / sum_i n_ij, over the participants
 
-A client is scored with its own model (predict=head), or predicts the class of the nearest prototype
-(predict=prototype).
-
 Departures from the paper
 - A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
-- c_ij is measured in eval mode, without augmentation. If no participant has samples of class j, C_j
+- c_ij is measured in eval mode, without augmentation. Without participants that have class j, C_j
   does not change.
-- With predict=prototype, a client predicts only classes of its own samples, as in the authors'
-  code. It uses the C_j that it received for its last job or, without any, its head.
-- Each client uploads means of all classes, with zeros for classes without samples.
-- All clients have the same layers, unlike in the paper.
+- With predict=prototype, a client predicts the class of the nearest C_j among its own classes, as
+  in the authors' code. It uses the C_j that it received for its last job or, without any, its head.
+- All clients have the same layers, unlike in the paper. Each client uploads means of all classes,
+  with zeros for missing ones.
 """
 
 from __future__ import annotations

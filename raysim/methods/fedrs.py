@@ -1,7 +1,5 @@
 """FedRS: scale down the logits of the classes that a client does not have.
 
-Training then moves the head's weights of such classes less.
-
 Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution
 Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the
 cross-entropy of
