@@ -92,7 +92,7 @@ STUDIES = (
         (FEDAVG, ("method=fedbn",), ("method=fraug",)),
         (0, 1, 2),
     ),
-    GpuStudy("fedbr-cifar10", ("experiment=fedbr/cifar10",), (FEDAVG, FEDBR), (0,)),
+    GpuStudy("fedbr-cifar10", ("experiment=fedbr/cifar10",), (FEDAVG, FEDBR), (0, 1, 2)),
     # FedBR's ablation, and both methods with Mixup.
     GpuStudy(
         "fedbr-rotated_mnist-parts",

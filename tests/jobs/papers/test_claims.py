@@ -27,6 +27,7 @@ from jobs.papers.settings import SETTINGS, Setting, find_setting, overrides_of, 
 from jobs.papers.tables import PAPERS
 from raysim.commands.study.plan import plan
 from raysim.experiment.config_files import drop_set_keys
+from raysim.results.significance import MIN_PAIRS
 from raysim.results.stored_runs import Run
 
 ALL = [claim for paper in PAPERS for claim in CLAIMS[paper]]
@@ -180,6 +181,14 @@ def test_study_command_of_a_paper_setting_runs_the_methods_of_its_claims(tmp_pat
             planned = methods_by_command[setting.study]
             for method in (claim.method, claim.other):
                 assert (setting.name, method) in planned, f"{setting.study}: {claim.text}"
+
+
+def test_gpu_study_of_a_paper_claim_has_enough_seeds_for_a_verdict() -> None:
+    for claim in ALL:
+        for setting in map(find_setting, claim.settings):
+            for study in gpu.STUDIES:
+                if study.name in setting.study.split():
+                    assert len(study.seeds) >= MIN_PAIRS, study.name
 
 
 def _planned(setting: Setting, folder: Path) -> Iterator[tuple[str, str]]:
