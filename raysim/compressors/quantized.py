@@ -63,10 +63,10 @@ def _round_randomly(
 
     values: float32 [entries]. With error feedback, the sender's next memory overwrites them.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    scales: float32 [buckets], the scale c of each bucket.
+    scales: float32 [buckets].
     key: the low and the high word of the message's random number, uint32 [2].
     steps: uint32 [CHUNK], with i * `GOLDEN` modulo 2^32 in entry i.
-    digits: [entries], the array to fill with the digits.
+    digits: [entries], the array to fill.
     buffer, old_memory: float32 arrays, which depend on the error feedback:
 
         feedback   buffer                                        old_memory

@@ -96,10 +96,9 @@ class Arrays(Source):
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
     """Store samples from Python in the cache and return their source.
 
-    data: one of these forms; a torch `Dataset` may replace a pair (inputs, labels):
-    - (inputs, labels) without a central test set;
-    - ((inputs, labels), (inputs, labels)), where the second pair is the central test set;
-    - {"train": (inputs, labels), "test": (inputs, labels)}.
+    data: (inputs, labels); a pair of them, the second of which is the central test set; or
+    {"train": (inputs, labels), "test": (inputs, labels)}. A torch `Dataset` may replace each
+    (inputs, labels).
     settings: further settings of the source, such as {"kind": "regression"}.
 
     Inputs are an array, a tensor or a list [n, ...], or a pandas frame of numbers. Images are [n,
@@ -108,7 +107,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     Labels are [n], [n, values], [n, labels] with 0 or 1 for each label, or a list of labels or a
     dictionary of arrays for each sample. `labels.infer_kind` decides what they mean.
 
-    A pair may have a third item: users [n], integers or text, for `partition=natural`.
+    A third item after the labels has users [n], integers or text, for `partition=natural`.
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")
@@ -311,11 +310,9 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return a dictionary or a list of labels for each sample; None if the labels are an array.
 
-    A list of lists may also be an array. It is an array if `kind` is "positions", if a value is
-    neither an integer nor text, if every list has one value, or if lists of integers have the same
-    length. The last two conditions do not hold if `kind` is "multilabel" and a value is neither 0
-    nor 1.
-    kind: `data.kind`; None if it is not set.
+    A list of lists is an array if `kind` is "positions", if a value is neither an integer nor text,
+    if every list has one value, or if lists of integers have the same length. The last two
+    conditions do not hold if `kind` is "multilabel" and a value is neither 0 nor 1.
     """
     if kind == "positions":
         return None

@@ -241,8 +241,7 @@ def pack(
     prompt, and rows without other labels are left out. No row has tokens for training and for
     testing.
     length: the largest number of tokens in a row.
-    is_packed: True joins all documents of a user before it cuts them into rows. With False, each
-    document begins a new row.
+    is_packed: True joins all documents of a user before it cuts them into rows.
     place: the name of the data in errors.
     origin: the columns that were read, for the plan of a run.
     Raise ValueError if no document is for training.
@@ -308,8 +307,8 @@ class DocumentSettings:
     padding: the token that ends documents and fills up short samples, for token numbers without a
     tokenizer.
     length: the largest number of tokens in a sample.
-    packing: True joins all documents of a user before it cuts them into samples. False begins a new
-    sample with each document. None means False if there are prompts, else True.
+    packing: True joins all documents of a user before it cuts them into samples. None means False
+    if there are prompts, else True.
     """
 
     columns: list[str] | None

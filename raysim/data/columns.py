@@ -98,7 +98,6 @@ def find_inputs(
 
     columns: `data.columns`. None takes all columns except `known`, row numbers and users, such as
     "client".
-    types: the types of all columns, by name.
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
@@ -505,7 +504,7 @@ def assemble(
 
     inputs, labels: of the n samples, in any order.
     users: [n], integers or text, each of which becomes a domain; or None.
-    is_test: bool [n], True for samples that are for testing.
+    is_test: bool [n].
     tokens: None if inputs are not tokens.
     origin: the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.

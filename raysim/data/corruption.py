@@ -34,7 +34,7 @@ class Rotation:
 
     per: "none" rotates nothing. "client" turns all images of client k by angle k mod A. With
     "image", each client draws a distribution over the angles, and then an angle for each image.
-    angles: the angles in degrees, counter-clockwise.
+    angles: in degrees, counter-clockwise.
     concentration: the parameter of the Dirichlet distribution with per="image".
     interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four pixels.
     test: "all" repeats the central test set at every angle. "spread" turns its image j by angle j

@@ -20,8 +20,8 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
     The rules are those of torchvision's RandomResizedCrop. If none of `TRIES` rectangles fits, the
-    result is the largest one in the centre with an allowed ratio of its sides.
-    area: the smallest and the largest share of the image that a rectangle covers.
+    result is the largest central one with an allowed ratio of its sides.
+    area: the smallest and the largest share of the image.
     uniforms: random numbers in [0, 1), [4, TRIES, B]; the first axis is share, ratio, top and left.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])

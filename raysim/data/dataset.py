@@ -49,8 +49,8 @@ class Samples:
     domain_names: by the domain's number.
     tokens: None if inputs are not token sequences.
     columns: the columns of inputs, labels and users, for the plan of a run.
-    fields: a description of each input in a row of `inputs`; () for a single input.
-    targets: a description of each array in a row of `labels`; () for labels of one array.
+    fields, targets: a description of each array in a row of `inputs` or `labels`; () for a single
+    array.
     tokenizer: the tokenizer of language data; else "".
     """
 

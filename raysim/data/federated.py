@@ -315,8 +315,8 @@ def pool_clients(data: FederatedData) -> FederatedData:
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
     """Choose clients at random that are scored, but never trained ("unseen clients").
 
-    An unseen client has no validation rows. It keeps its training rows, to which a method may adapt
-    the model before the client is scored.
+    They have no validation rows. They keep their training rows, to which a method may adapt the
+    model before the score.
     share: `evaluate.unseen`, the share of the clients with training samples; 0 makes none unseen.
     Raise ValueError if no client would be unseen, if none would be trained, if no unseen client has
     test samples, or if a trained client has a sample of an unseen one.

@@ -24,8 +24,8 @@ def pack_fields(
     columns: an array [n, ...] for each input, by the name of the model's argument or in their
     order. uint8 values are divided by 255. Other integers are token numbers.
     place: the name of the data in errors.
-    Raise ValueError for different lengths, values that are not numbers, and token numbers that are
-    negative or that a float32 cannot hold.
+    Raise ValueError for different lengths, and for values that are no numbers, negative token
+    numbers, or integers that a float32 cannot hold.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}
     fields: list[InputField] = []
@@ -62,12 +62,11 @@ def pack_fields(
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    A row has the length of each array's first axis, its values, and zeros that make all rows
-    equally long. `unpack_targets` restores the arrays.
+    A row has the length of each array's first axis, its values, and zeros up to the longest.
+    `unpack_targets` restores the arrays.
     targets: arrays by name for each sample, such as "boxes" [k, 4]. Only k may differ.
     place: the name of the data in errors.
-    Raise ValueError for other names or shapes, values that are not numbers, and integers that a
-    float32 cannot hold.
+    Raise ValueError for other names or shapes, and for values that a float32 cannot hold.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

@@ -23,8 +23,8 @@ class Strips(Source):
     """A source that reads the files of a folder with strips.
 
     The training images are in train-000.png (or .webp), train-001.png, and so on, their labels in
-    train-labels.npy. The files for testing begin with "test". meta.json has the names of the
-    classes (`classes`) and an image's height in pixels (`height`). Without it, images are square.
+    train-labels.npy. Files for testing begin with "test". meta.json has the `classes` and an
+    image's `height` in pixels. Without a height, images are square.
     root: the folder with these files, or the parent of a folder `name` with these files.
     name: the name of the data set, also in errors; None uses only `root`.
     """

@@ -102,10 +102,10 @@ class Partitioner:
     A subclass overrides `assign`. It sets `by_class` to True if it needs classes, which not all
     data have.
     fraction: the share of a client's training rows that the client uses.
-    test_fraction: the share of each client's rows that become its test rows. With None, each client
-    is scored on the samples of the central test set that `tests` chooses.
-    validation_fraction: the share of each client's rows that become its validation rows. Their
-    score chooses the best round.
+    test_fraction: the share of each client's rows that are for testing. With None, each client is
+    scored on the samples of the central test set that `tests` chooses.
+    validation_fraction: the share of each client's rows that are for validation, which chooses the
+    best round.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -224,8 +224,8 @@ class Dirichlet(Partitioner):
     the mean number of samples.
     grouping: the number of clients in a group. The samples are divided at random between the
     groups, and then in each group between its clients. None makes no groups.
-    per: "class" draws the clients' shares of each class. "client" draws class probabilities for
-    each client, and scales them to a sum of 1 over the clients.
+    per: "class" draws the clients' shares of each class. "client" draws each client's class
+    probabilities, and scales them to a sum of 1 over the clients.
     """
 
     by_class: ClassVar[bool] = True

@@ -59,14 +59,13 @@ class Raw:
     """The samples of a source, training samples first: arrays, or pictures that are not decoded.
 
     inputs: an array [n, ...] of uint8 values, floats or int64 token numbers; or n pictures.
-    labels: class numbers [n], or [n, ...] if each position has a class. Values [n, outputs] or [n,
-    outputs, ...] for regression. 1 or 0 for each label, [n, outputs], for multilabel data. Floats
-    [n, length of a row] for kind="structure".
+    labels: class numbers [n], or [n, ...] if each position has a class; regression values [n,
+    outputs] or [n, outputs, ...]; or 1 or 0 for each of several labels, [n, outputs]. For
+    kind="structure", floats [n, length of a row].
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.
     domain_names: the names of the domains, by number.
-    kind: the kind of the task, such as "regression".
     tokens: the number of tokens and the padding; None takes the largest token plus 1.
     origin: the names of the columns that were read, for the plan of a run.
     fields: a description of each input in a row of `inputs`; () for a single input.
@@ -102,14 +101,14 @@ class Source:
     as a pixel), "causal" (language data) or "structure" (labels of several named arrays). None
     infers it from the labels.
     ignore: the label that means "no label", which losses and scores ignore. Strips, folders of
-    pictures, and sources that download or generate samples do not use it.
+    pictures, and downloaded or generated samples do not use it.
     label_noise: the share of each client's training labels that change to another class.
     rotation: the rotation of images (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
     mean, std: one value for all channels, or a list with one per channel. Inputs x become (x -
     mean) / std, after images are scaled to [0, 1]. None does not normalise.
-    augment: the augmentations of images in training: any of "resized_crop", "crop", "flip",
-    "rotate", "jitter" and "grey".
+    augment: any of "resized_crop", "crop", "flip", "rotate", "jitter" and "grey", for images in
+    training.
     crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations (see
     `Pipeline` in batches.py).
     """
@@ -304,9 +303,8 @@ def convert_inputs(
 ) -> tuple[Inputs, Tokens | None]:
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
-    Floats and booleans become float32. uint8 values stay uint8 if `tokens` is None. All other
+    Floats and booleans become float32, and uint8 values stay uint8 if `tokens` is None. All other
     integers are token numbers and become int64. Without token numbers, the second result is None.
-    inputs: [n, ...].
     tokens: None infers them from the largest token number.
     name: the name of the source, for errors.
     Raise ValueError for inputs that are neither numbers nor booleans, floats that are not finite,

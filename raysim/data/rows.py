@@ -51,9 +51,9 @@ def number_labels(
     """Convert labels to class numbers; return the numbers, and the names of the classes.
 
     values: integers or text. A text has its position in `names`, or else in alphabetical order.
-    names: the class names. None allows integers below `samples`, the number of samples.
+    names: the class names. None allows integers below `samples`.
     place: the name of the source in errors.
-    samples: None takes the length of `values`.
+    samples: the number of samples; None takes the length of `values`.
     Raise ValueError for labels that are neither integers nor text, or not one of the classes.
     """
     samples = len(values) if samples is None else samples

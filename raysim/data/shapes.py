@@ -24,7 +24,7 @@ class Shapes(Source):
     users: the number of simulated cameras, which partition=natural makes clients. Each has its own
     brightness and prefers one shape.
     noise: standard deviation of the noise, in levels of 0 to 255.
-    seed: the seed of the random numbers; the seed of the run does not change the data.
+    seed: the seed of the data, which the run's seed does not change.
     """
 
     samples: int = 600

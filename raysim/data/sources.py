@@ -369,13 +369,13 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. p, s and e are normal numbers with the
-    mean 0 for each class, domain and image. p has the standard deviation 1.
+    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. Normal numbers with the mean 0 are drawn:
+    p for each class, s for each domain, e for each image. p has the standard deviation 1.
     shape: the shape of an image, [channels, height, width].
     samples, test_samples: the numbers of training samples and of central test samples.
     noise: the standard deviation of e.
     shift: the standard deviation of s. With one domain, s is 0.
-    seed: the seed of the random numbers; the seed of the run does not change the data.
+    seed: the seed of the data, which the run's seed does not change.
     """
 
     shape: list[int] = field(default_factory=lambda: [1, 8, 8])

@@ -150,12 +150,9 @@ def dirichlet_client_split(
 ) -> CSR:
     """Give clients samples without replacement, one by one; return the rows of each client.
 
-    `draw_classes` draws the class of each sample. The client gets the next sample of this class.
+    `draw_classes` draws the class of each sample, and explains the first arguments.
 
     labels: the class of each row, [n].
-    proportions: the class distribution of each client, [N, C].
-    turns: the client of each of the T draws, [T].
-    uniforms: a random number in [0, 1) for each draw, [T].
     order: a permutation of the rows, in which the samples of a class are given out, [n].
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)

@@ -16,16 +16,16 @@ class TableSource(Source):
     """A source that reads a table whose columns are inputs, labels and users.
 
     columns: one column of text, token numbers or vectors, or several columns of numbers. None takes
-    all columns except labels, users, and row numbers such as "id".
+    all except labels, users, and row numbers such as "id".
     separate: True passes each input column to the model as an argument of the column's name. False
     joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.
-    padding: the token number that fills up short lists of tokens. Text has a padding of its own.
+    padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    If `data.kind` is "causal", each row is a document for a language model, without a label. It
-    fills as many samples of `length` tokens as it needs. `tokenizer` may then also be "bytes" or
-    "characters". Two settings are only for documents:
+    If `data.kind` is "causal", each row is a document for a language model. It fills as many
+    samples of `length` tokens as it needs. `tokenizer` may then also be "bytes" or "characters".
+    Two settings are only for documents:
 
     prompt: the column of prompts, or None. The model reads a prompt before the text, and does not
     learn it.

@@ -85,9 +85,8 @@ class NumPy(Source):
     numbers.
 
     root: the folder with the files.
-    padding: the token number with which short sequences in the files are already filled up.
-    test_fraction: the fraction of each class of each user that is for testing if there is no
-    test.npz.
+    padding: the token number that fills up short sequences in the files.
+    test_fraction: the fraction of each class of each user that is for testing without test.npz.
     """
 
     root: str | None = None
@@ -127,7 +126,7 @@ class Npz(Source):
     and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or integers, which are token
     numbers. Each file is a user, which partition=natural makes a client.
     root: the folder with the folders train and test.
-    padding: the token number with which short sequences in the files are already filled up.
+    padding: the token number that fills up short sequences in the files.
     test_fraction: the fraction of each class of each user that is for testing without test files.
     """
 

@@ -34,7 +34,7 @@ OTHER_TOKEN = len(LETTERS) + 1  # any other character
 
 @dataclass(frozen=True)
 class Leaf(Source):
-    """A source that reads LEAF's files root/train/*.json and root/test/*.json (Caldas et al. 2018).
+    """A source that reads LEAF's root/train/*.json and root/test/*.json (Caldas et al. 2018).
 
     Every user is a domain. An input is a text, a list of numbers, the name of a picture file
     (CelebA), or a list of fields, one of which has the text (Sent140). Characters are tokens.
@@ -42,11 +42,11 @@ class Leaf(Source):
     With `data.kind=causal` the texts are documents for a language model. The overlapping texts of
     Shakespeare are first joined (`join_windows`).
     root: the folder with the folders train and test.
-    length: the largest number of characters of an input. Of a longer text, only its end is used.
-    With `data.kind=causal`, a longer document is cut into several samples.
+    length: the largest number of characters of an input, of which the end is used. With
+    `data.kind=causal`, a longer document is cut into several samples.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None for flat
     arrays.
-    images: the folder of the pictures; None if inputs are not names of pictures.
+    images: the folder of the pictures, if any.
     field: the number of the field with the text, from 0; None if inputs are not lists of fields.
     """
 
@@ -317,7 +317,7 @@ class Markov(Source):
     chains.
     chains: with label="chain", the number of Markov chains.
     skew: how much users differ, from 0 (equal) to 1.
-    seed: the seed of the random numbers; the seed of the run does not change the data.
+    seed: the seed of the data, which the run's seed does not change.
     """
 
     users: int = 20

@@ -87,7 +87,7 @@ def build(
     """Build and check all objects of a run; return them as an `Experiment`, which `run` takes.
 
     Data and pretrained weights are downloaded and cached if necessary; no other file is written.
-    The help of `raysim.run` has examples, and explains all arguments except the first two.
+    `raysim.run` explains the other arguments.
     config: overrides as on the command line, in one text or a list; or a complete configuration.
     allow: packages besides raysim whose classes and options the configuration may use.
     Raise `RefusedError` for settings or objects with which no run is possible.

@@ -228,7 +228,7 @@ def draft(
 
     `complete_draft` makes the configuration of a trial from it. The second result has an error text
     for each key in `keys` that does not exist.
-    overrides: those that are the same for all trials, as texts "key=value".
+    overrides: texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.
     Raise `RefusedError` for overrides that `compose` would refuse.

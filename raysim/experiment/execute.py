@@ -94,20 +94,20 @@ def run(
 
     config: overrides as on the command line, in one text or a list; or the result of `compose` or
     `build`.
-    settings: overrides by key (`rounds=20`). For a configuration group, pass the name of an option
+    settings: overrides by key (`rounds=20`). A configuration group takes the name of an option
     (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`).
 
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option or, except for `data`, a dictionary of values by key.
-    `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
-    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such objects has
-    the training samples and the central test samples.
+    `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or arrays
+    or tensors (inputs, labels) or (inputs, labels, users). A pair of these has the training samples
+    and the central test samples.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first one is
-    the main metric, unless `evaluate.metric` names another one. It decides which trial of a sweep
-    wins and which round is best on validation samples.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first one, or
+    else `evaluate.metric`, chooses the best trial of a sweep and the best round on validation
+    samples.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To
     continue or repeat the run, pass all other objects again.

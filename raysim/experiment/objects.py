@@ -104,11 +104,10 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries. The first one has the objects, by group or by "method.NAME". The second
-    one has names of options and dictionaries of settings, by group, and a list of names for
-    "method".
+    Return the objects, by group or "method.NAME", and the values: names of options and dictionaries
+    of settings, by group. The value of "method" is a list of names.
     parts: the arguments by group; None was not passed. A dictionary for "data" counts as an object.
-    methods: methods as objects or names; None was not passed.
+    methods: objects or names; None was not passed.
     Raise `RefusedError` if `methods` is not such a list, or contains a method object twice.
     """
     options: dict[str, object] = {}
@@ -179,7 +178,7 @@ def describe_objects(
 
     Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
     have settings.
-    objects: the objects, by group or by "method.NAME".
+    objects: by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the same keys.
     config: the configuration without the objects; in a resumed run, with the wrappers' stored
     settings.

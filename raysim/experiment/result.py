@@ -185,7 +185,7 @@ class Result:
         best: True uses the weights of the best round, False the final ones.
         client: the client whose own model writes (`client_model`); None uses the shared model.
         Raise `RefusedError` if the data are not text, if the vocabulary cannot encode a prompt, for
-        `best=True` with a client, and if there is no such model.
+        `best=True` with a client, and if the model is missing.
         """
         spec = self.experiment.spec
         if spec.task.kind != "causal":

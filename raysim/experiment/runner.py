@@ -108,7 +108,7 @@ class SteppedRun:
     start_events: function of the run, its folder and the checkpoint's address ("" for none), which
     starts the run and returns its events.
     allow: the packages besides raysim whose classes the configuration may name.
-    accepts_changes: True if settings of an unfinished run may differ from the stored ones.
+    accepts_changes: True if an unfinished run may continue with other settings.
     Raise `RunFailedError` for a run that cannot be made.
     """
 

@@ -98,7 +98,7 @@ class Experiment:
     config: the configuration, as the run's folder stores it.
     spec: the final settings, after the changes that methods made.
     warnings: texts that are printed before the run starts.
-    observers: the observers of the configuration.
+    observers: those of the configuration.
     changes: a sentence for each setting that methods changed.
     round_warnings: functions of methods that check each finished round.
     network: the models of the server, and the clients that each of them serves.

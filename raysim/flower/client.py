@@ -73,7 +73,6 @@ class AppRunner:
 
         The global generators of `random`, NumPy and torch are seeded from `seed`, the message's
         type, the client and `number`, and restored afterwards.
-        number: such as the number of earlier messages to the client.
         state: the records that the client has kept so far.
         Raise AppError if the app raises an error, exits, returns no message with content, or uses
         records that cannot be stored.

@@ -51,7 +51,7 @@ class VirtualClock:
     ) -> Arrival:
         """Return when the reply to a message arrives, if the message is sent now.
 
-        If the client drops out or the message expires, return when the error arrives in its place.
+        If the client drops out or the message expires, an error arrives in place of the reply.
         number: how many messages the client has received before.
         is_training: False if the client processes no samples and replies without arrays.
         array_bytes: the size of the arrays in the message, and in the reply to a training message.

@@ -38,10 +38,9 @@ _CALLS_AHEAD = 2  # of each worker, so that it has work while this process reads
 class MessageRecord:
     """A row of the table of messages: one message to a client, and what became of it.
 
-    message: the message's id.
     type: Flower's message type, such as "train" or "evaluate".
-    group: the group id that the ServerApp gave the message, such as the number of a round.
-    dispatched: the virtual time at which the message was sent, in seconds.
+    group: the ServerApp's group id of the message, such as the number of a round.
+    dispatched: the virtual time of sending, in seconds.
     arrived: the virtual time at which the reply or error arrived, or would have arrived without a
     timeout.
     fate: "answered"; "lost" after an error or a timeout; or "failed" if the ClientApp raised an
@@ -281,12 +280,12 @@ class VirtualGrid(SimpleGrid):
     def end_batch(self) -> dict[int, tuple[float, int]]:
         """Advance the virtual clock to the last reply to the messages that threads have sent.
 
-        Flower's older `Server` sends the messages of a round from several threads, all at the same
-        virtual time. Call this function after the threads have ended.
+        Flower's older `Server` sends a round's messages from several threads, all at one virtual
+        time. Call this function after the threads have ended.
         Return the clients that got these messages, by Flower's node id: the virtual time of the
         client's last reply in seconds, and the client's number.
-        Raise ReplayError if a resumed run does not repeat the messages of the stored run, and
-        WorkerDiedError if several workers died while they answered the same message.
+        Raise ReplayError if a resumed run does not repeat the stored run's messages, and
+        WorkerDiedError if several workers died at the same message.
         """
         with self._lock:
             if self._batch_end is not None:
