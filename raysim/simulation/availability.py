@@ -408,7 +408,7 @@ class Intervals(Availability):
 
     An interval includes its start and excludes its end. A row is the recording of a device. Several
     clients may use the same row.
-    bounds: float64, the start and end of each interval in virtual seconds, row after row.
+    bounds: float64, the start and end of each interval in seconds, row after row.
     first: int [rows + 1], the index in `bounds` of the first start of each row, and the length of
     `bounds`.
     periods: float64 [rows], the length of each recording in seconds.

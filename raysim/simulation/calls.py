@@ -32,9 +32,9 @@ class Call:
     """A call to a worker, which can be repeated if the worker dies before it answers.
 
     worker: the number of the worker; it changes if another worker gets the call.
-    method, args: the method of `Worker`, and its arguments without client states.
+    args: the arguments of the method, without client states.
     states: the client states that the worker needs for the call.
-    remote_values: the number of values after the answer, which stay on the worker's node.
+    remote_values: the number of returned values that stay on the worker's node.
     ref: the reference to the answer.
     remote_refs: the references to the values that stay on the node.
     bytes_read: the bytes of client states that were read from disk for this call.
@@ -66,9 +66,8 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 class WorkerCalls:
     """The object that makes calls to workers, and repeats them if a worker dies.
 
-    A dead worker is replaced, unless its node is lost. Then other workers get its calls. The
-    attribute `workers` counts all workers, including released ones. The attribute `active` lists
-    those that get new calls.
+    If a worker is not replaced, because its node is lost, other workers get its calls. The
+    attribute `workers` counts all workers; `active` lists those that get new calls.
     timeout_s: a worker that does not answer for this number of seconds counts as dead.
     """
 

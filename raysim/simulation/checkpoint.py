@@ -6,14 +6,14 @@ A checkpoint is a folder such as `round-000050` with these files:
 - `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
 - `manifest.json`: name and SHA-256 of every file that the checkpoint needs, and a SHA-256 of them
 
-Checkpoints share the folder `log` next to them. It has client states
-(`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`).
+Checkpoints share the folder `log` next to them, with client states (`states-00000017.safetensors`)
+and rows of a long history (`rows-00000009.json`).
 
-The manifest is written last; a folder without it is not a checkpoint. Files are never changed, and
-files that no manifest lists are removed.
+A folder without a manifest, which is written last, is not a checkpoint. Files are never changed.
+Files that no manifest lists are removed.
 
-A local folder is locked while a run writes there. Behind a URL, a process writes its name into the
-file `writer`. It stops if it later finds another name there.
+A local folder is locked while a run writes there. Behind a URL, a process stops if the file
+`writer` has the name of another process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Snapshot:
     numbers: what JSON can express, such as the planner's state and the rows of the history.
     server: arrays by name, such as model parameters and server state.
     clients: the named tensors of each client state that an aggregated job has changed.
-    jobs: for each client in `clients`, the job that made the state.
+    jobs: the job that made each of these states.
     """
 
     numbers: Mapping[str, Any]

@@ -9,9 +9,8 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
     (3)  a_cross(c_1, c_2) = max of a_ij for i in c_1 and j in c_2
     (4)  gamma_max < sqrt((1 - a_cross(c_1, c_2)) / 2)
 
-c_1 and c_2 are the division of the cluster with the smallest a_cross. The cluster is divided if (1)
-and (4) are true. eps_1, eps_2 and gamma_max are settings. (1) means that the cluster's model is
-near a stationary point of the cluster's objective, but not of every client's objective.
+The division c_1 and c_2 of the cluster has the smallest a_cross. The cluster is divided if (1) and
+(4) are true. eps_1, eps_2 and gamma_max are settings.
 
 Departures from the paper
 - Not all clients have to take part in each round. The conditions use a client's last update since
@@ -79,10 +78,10 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 class SplitByUpdates(ClusterRule):
     """The rule of CFL: split a cluster into two if its clients' updates disagree.
 
-    mean_norm: eps_1 of the paper. The norm of the mean update must be below it.
-    max_norm: eps_2 of the paper. The norm of the longest update must be above it.
-    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above it. a is the largest cosine
-    similarity between clients of the two new clusters.
+    mean_norm: eps_1. The norm of the mean update must be below it.
+    max_norm: eps_2. The norm of the longest update must be above it.
+    gamma: gamma_max. sqrt((1 - a) / 2) must be above it. a is the largest cosine similarity between
+    clients of the two new clusters.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """

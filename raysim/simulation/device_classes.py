@@ -1,16 +1,16 @@
 """Named classes of devices, with their speeds and shares from published figures.
 
-"Measured" and "published" figures are in the cited sources. "Derived" figures are computed from
-them. "Assumed" figures are our choice.
+"Measured" and "published" figures are in the cited sources, "derived" ones follow from them, and
+"assumed" ones are our choice.
 
 Training speed, in floating-point operations per second:
 - Phones. Measured: a fast, a medium and a slow phone need 179, 588 and 1,642 ms for 10 samples of
-  FEMNIST. The values are in the code of Yang et al., "Characterizing Impacts of Heterogeneity in
-  Federated Learning upon Large-Scale Smartphone Data" (WWW 2021; github.com/PKU-Chengxu/FLASH,
-  `femnist_mean` in models/utils/device_util/device_util.py). Derived: 5.8, 1.8 and 0.63 GFLOP/s. A
-  sample needs 6 x 17.2 M operations, because LEAF's CNN makes 17.2 M multiplications in a forward
-  pass. Tuned libraries are faster: 15 to 30 GFLOP/s in Das et al., "Enabling On-Device Smartphone
-  GPU based Training" (2022).
+  FEMNIST (Yang et al., "Characterizing Impacts of Heterogeneity in Federated Learning upon
+  Large-Scale Smartphone Data", WWW 2021; github.com/PKU-Chengxu/FLASH, `femnist_mean` in
+  models/utils/device_util/device_util.py). Derived: 5.8, 1.8 and 0.63 GFLOP/s. A sample needs 6 x
+  17.2 M operations, because LEAF's CNN makes 17.2 M multiplications in a forward pass. Tuned
+  libraries reach 15 to 30 GFLOP/s (Das et al., "Enabling On-Device Smartphone GPU based Training",
+  2022).
 - Tablets. Assumed: the speed of medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
   of that.
@@ -24,21 +24,19 @@ Assumed: the network of each class.
 
 Shares of the classes:
 - Edge boxes. Assumed: 2 % of all devices.
-- Phones and tablets. Measured: 52.3 to 4.3 in web traffic (StatCounter, December 2017). Derived: 98
-  % of all devices, divided in this ratio.
+- Phones and tablets. Measured: 52.3 to 4.3 in web traffic (StatCounter, December 2017).
 - Fast phones. Measured: 24 % of the phones sold in 2023 were of the most expensive class
-  (Counterpoint). Derived: 24 % of the phones.
-- Slow and medium phones. Measured: Yang et al. have 18,820 slow and 16,428 medium phones. Derived:
-  76 % of the phones, divided in this ratio.
+  (Counterpoint).
+- Slow and medium phones. Measured: 18,820 slow and 16,428 medium phones (Yang et al.).
 
 Assumed: the spread of the values within a class (sigma, bandwidth_sigma).
 
 Power, in watts:
 - Computing. Published: slow, medium and fast phones need 2.98, 5.44 and 6.33 in the benchmark
-  GFXBench Manhattan 3.1. Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning on
-  Battery-Powered Clients" (FedEdge 2022), use these values for training
-  (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a
-  budget of 10. Assumed: tablets need as much as medium phones.
+  GFXBench Manhattan 3.1, which Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning on
+  Battery-Powered Clients" (FedEdge 2022) use for training (github.com/SAYED-Sys-Lab/EAFL:
+  `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a budget of 10. Assumed: tablets
+  need as much as medium phones.
 - Receiving and sending. Measured: an LTE phone needs 1.288, plus 0.05197 for each Mbit/s received
   or 0.43839 for each Mbit/s sent (Table 4 of Huang et al., "A Close Examination of Performance and
   Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: slow and medium phones at the
@@ -47,11 +45,11 @@ Power, in watts:
   Consumption in a Smartphone", USENIX ATC 2010). Assumed: tablets need the same; edge boxes need 2.
 
 Money, in US dollars. Published: a gigabyte costs 5.09 in mobile networks, the mean of the world
-(Cable.co.uk, 2020). Assumed: it costs nothing in fixed networks; a kilowatt-hour costs 0.15.
+(Cable.co.uk, 2020). Assumed: nothing in fixed networks; 0.15 for a kilowatt-hour.
 
 CO2. Published: a kilowatt-hour causes 436 g, the mean of the world in 2022 (Ember, "Global
 Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile and 0.05 kWh in fixed networks
-(Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g and 21.8 g.
+(Finland in 2021; Traficom, 2022). Derived: 52.3 g and 21.8 g.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ def _default_classes() -> dict[str, DeviceClass]:
 class DeviceClasses(Fleet):
     """A fleet in which each client has a device of one class.
 
-    A client's class and speeds are drawn once. The duration of a job follows from the speeds and
-    the FLOPs of the model.
+    The duration of a job follows from the client's speeds and the FLOPs of the model.
     classes: the classes by name; their shares add up to 1.
     sigma: standard deviation of the logarithm of the speed within a class.
     bandwidth_sigma: standard deviation of the logarithm of the bandwidth within a class.

@@ -43,12 +43,12 @@ BUNDLE_S = 0.02  # a call contains at least this many seconds of work, if enough
 class TrainCall(Call):
     """A call in which a worker trains jobs.
 
-    A result is unused until an aggregation uses it.
     groups: the groups of jobs for which the worker returns one sum of all updates.
     floats: the number of floats that the call returns, without client states.
-    updates: the received, unused updates and failures, by the number of the job.
-    sums: the received, unused sums of updates, by group.
-    remote_sums: references to unused sums that are still on the worker's node, by group.
+    updates: the received updates and failures that no aggregation has used, by the number of the
+    job.
+    sums: such sums of updates, by group.
+    remote_sums: references to such sums that are still on the worker's node, by group.
     is_collected: True if an aggregation has used at least one update.
     """
 

@@ -2,8 +2,8 @@
 
 A client can be scored in up to four views:
 - `shared`: the shared model on the client's samples;
-- `own`: the client's own model on the client's samples. It has the client's personal parameters,
-  and a method may change it (hook `personalise`);
+- `own`: the client's own model on the client's samples. It has personal parameters, and a method
+  may change it (hook `personalise`);
 - `finetuned`: the own model after fine-tuning it on the client's data;
 - `common`: the own model on the central test set.
 """
@@ -57,11 +57,9 @@ class Scoring:
     reports: the calls of each view. This module's docstring describes the views. "mean" scores the
     mean of all replicas. "sets" is a method's own scoring.
     members: the clients whose local models the loss decomposition compares.
-    models: the calls for the local model of each of `members`, and last for the shared model after
-    the aggregation.
+    models: the calls for these local models, and last for the shared model after the aggregation.
     replicas: for each scored replica, the calls that score it on the central test set.
-    client_scores: for each column, pairs of client numbers and scores. `Evaluator.columns` fills
-    it.
+    client_scores: for each column, pairs of client numbers and scores.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)

@@ -21,7 +21,7 @@ class JobRecord(NamedTuple):
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
     round: the aggregation for which the update was planned. For a lost or discarded job, it is the
-    next aggregation after the job's end. For a job in flight, it is the last round plus 1.
+    next aggregation. For a job in flight, it is the last round plus 1.
     staleness: 0 unless the job is aggregated or failed.
     energy_wh, money, co2_g: the cost of the whole job; 0 if the fleet has no such cost.
     """
@@ -93,9 +93,8 @@ class Waiting:
     clients: the clients that this worker trains now.
     seconds: the wall time for which this worker has not answered.
     node: name and address of the worker's node; "" if unknown.
-    replaced_after: the seconds of silence after which the worker is replaced; infinity if never.
-    node_timeout: the seconds of silence after which the node counts as lost; None if the node
-    answers.
+    replaced_after: the `seconds` after which the worker is replaced; infinity if never.
+    node_timeout: the `seconds` after which the node counts as lost; None if the node answers.
     stacks: the call stacks of the worker's threads; "" if unknown.
     """
 

@@ -103,8 +103,8 @@ class Fleet:
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: a run ends with an error if no client is available in its first `patience` virtual
     seconds. With "markov", also if the average wait for a client is longer.
-    cost: the power of each device in watts, and the price and CO2 of a gigabyte that it sends or
-    receives. If all are 0, costs are not computed.
+    cost: the power of each device in watts, and the price and CO2 of a gigabyte of its traffic. If
+    all are 0, costs are not computed.
     kwh_price: the price of a kilowatt-hour, in any currency.
     kwh_co2: the grams of CO2 for a kilowatt-hour.
     """

@@ -27,7 +27,7 @@ class JobState(enum.StrEnum):
 
     PLANNED: the base version of the job does not exist yet.
     DISPATCHED: it is not known yet whether the update will be aggregated.
-    IN_FLIGHT: the update will be aggregated. The job waits or trains, or its update waits.
+    IN_FLIGHT: the update will be aggregated.
     FAILED: the job raised an error, or its result is not finite.
     LOST: the client dropped out.
     DISCARDED: the update was too stale, or is not needed.

@@ -49,8 +49,7 @@ class VaryingTensors:
     """The tensors of one method whose sizes change from version to version.
 
     Sizes are numbers of floats, by the tensors' full names "method.name".
-    sent: the sizes in version 0 of tensors that the server sends to clients.
-    uploaded: the sizes in version 0 of tensors that clients send to the server.
+    sent, uploaded: the sizes in version 0 of tensors that the server sends, and that clients send.
     planned: for each tensor in `uploaded`, a function from the size of all received tensors to its
     size.
     """

@@ -10,13 +10,12 @@ R is the current round, and L the round that chose the client last. D is the dur
 client's last job that was not lost. T is the preferred duration, a percentile of the known
 durations.
 
-Clients that have reported a loss are drawn in proportion to their utility. Exploration draws
-clients without a loss, in proportion to their samples times min(1, T / D)^penalty, where D is the
-expected duration.
+Exploration draws clients without a loss, in proportion to their samples times min(1, T /
+D)^penalty, where D is the expected duration.
 
 Differences from the paper:
-- U uses the mean of the losses of a client's samples, which every job reports. The paper uses their
-  root mean square.
+- U uses the mean loss of a client's samples, which every job reports. The paper uses the root mean
+  square.
 - U is scaled to [0, 1], and T is a percentile of the known durations, as in the released code.
 """
 
@@ -40,10 +39,10 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """The selection rule Oort: prefer clients with large losses, many samples and short jobs.
 
-    The loss of a client is known after one of its updates was aggregated. A client's utility grows
-    with its samples times loss, and if no recent round has chosen it. For a long job of duration D,
-    the utility is multiplied by (T / D) ** `penalty`. T is the preferred duration. The module
-    `raysim.simulation.oort` has the equation.
+    The loss of a client is known after one of its updates was aggregated. Clients with a known loss
+    are drawn in proportion to their utility, by the equation in `raysim.simulation.oort`. For a job
+    of a duration D above the preferred duration T, the utility is multiplied by (T / D) **
+    `penalty`.
 
     exploration: the fraction of a round's clients that is drawn from the clients without a known
     loss.

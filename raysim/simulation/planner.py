@@ -94,13 +94,12 @@ class PlannedAggregation:
 
     version: the number of the run's earlier aggregations.
     site: the replica that aggregates, if each replica has its own schedule; otherwise 0.
-    site_version: the number of earlier aggregations of this site.
+    `site_version`, `site_down` and `site_up` count only its aggregations and its clients' floats.
     meets: True if the replicas exchange in this aggregation.
     now: the virtual time in seconds; if the replicas exchange, the end of the exchange.
     dispatched, lost, discarded: the jobs with these events since the previous aggregation.
     aggregated: the jobs that are aggregated, in the order in which their updates are summed.
-    down, up: the floats that all clients received and sent since the run's start. `site_down` and
-    `site_up` count only this site's clients.
+    down, up: the floats that all clients received and sent since the run's start.
     between: the floats that replicas sent to each other since the run's start.
     costs: energy, money and CO2 since the run's start, by column of the history.
     """
@@ -186,12 +185,11 @@ class Planner:
 
     counts: int64 [clients], the number of training samples of each client. A client without samples
     is never dispatched.
-    load: returns the `Load` of a client's next job. Its arguments are the client, the base version,
-    the number of the client's earlier jobs, and how many of these were aggregated.
+    load: returns the `Load` of a client's next job, from the client, the base version, and the
+    numbers of the client's earlier jobs and aggregated jobs.
     patience: the run fails if no client is available in its first `patience` virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
-    costs: adds up energy, money and CO2.
     messages: the compressed changes that clients receive in place of the parameters.
     loads_vary: True if the sizes of messages change. Then a job is planned after its base version
     was made.

@@ -19,7 +19,6 @@ from raysim.vectors.layout import Vector
 class RunSaver:
     """The object that saves and restores a run.
 
-    run: the parts of the run that a checkpoint stores.
     initial: a model with the names of the final model's tensors.
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.

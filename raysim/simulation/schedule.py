@@ -29,10 +29,10 @@ class View(NamedTuple):
     schedule has decided to discard.
     arrived: the jobs whose updates have arrived, in this order. Updates that arrive together are in
     the order of their clients' numbers.
-    idle: the number of clients that have samples and no job; some of them may be unavailable.
+    idle: the number of clients that have samples and no job, available or not.
     sent: the number of jobs that were dispatched since the last aggregation.
-    since: the virtual time of the first dispatch since the last aggregation, or of this aggregation
-    if there was none.
+    since: the virtual time of the first of these dispatches, or of the last aggregation if there is
+    none.
     in_pool: for each pool, the number of its jobs in `running`.
     short: the pools in which a `Dispatch` at this virtual time has found too few available clients.
     """
@@ -52,9 +52,8 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are idle and available, all of them are dispatched. The schedule
-    decides again when a job ends or a client becomes available. With a pool, it decides again at
-    once, with this pool in `View.short`.
+    If fewer than `count` clients are idle and available, all of them are dispatched. With a pool,
+    the schedule then decides again at once, with this pool in `View.short`.
 
     pool: the pool (group of clients with similar speed) to draw from; -1 draws from all clients.
     """

@@ -127,12 +127,12 @@ class FedCS(Selection):
 
     Source: Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources
     in Mobile Edge" (ICC 2019), Algorithm 3. Add the client that prolongs the round least, until the
-    next client would miss the deadline. At least one client is chosen. The expected durations
-    assume that no client drops out.
+    next one would miss the deadline. At least one client is chosen. The expected durations assume
+    no drop-outs.
 
     deadline: the time limit of a round, in virtual seconds.
-    candidates: the number of idle clients that are drawn, and from which the rule chooses; None
-    uses all idle clients.
+    candidates: the number of idle clients that are drawn, from which the rule chooses; None uses
+    all.
     uplink: the links over which clients send. "shared": one link, so that clients send one after
     another, as in the paper. "own": a link for each client, as on raysim's virtual clock.
     """

@@ -30,7 +30,7 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A forward pass in which some clients compute their loss of the current model.
 
-    A selection rule can request it. The jobs of the chosen clients start after it.
+    The jobs of the clients that a selection rule chooses start after it.
 
     seconds: the virtual seconds until the slowest of these clients has sent its loss.
     work: for each client, the samples to process; each counts as `FORWARD` samples.
@@ -120,8 +120,7 @@ class Selector:
     pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
     load: returns the samples to process, and the floats to receive and to send, for a client's next
-    job. Its arguments are the client, the base version, and the numbers of the client's earlier
-    jobs and of those that were aggregated.
+    job. Its arguments are those of `Planner.load`.
     participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated jobs
     so far. The planner updates these arrays.
     """

@@ -55,16 +55,14 @@ class Server:
 
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
-    counts: int64 [clients], the number of training samples of each client; 0 for clients that never
-    train this model.
+    counts: int64 [clients], the training samples of each client; 0 for clients that never train
+    this model. If each client has its own replica, no count is set to 0.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all by
     1.
     size: the largest number of updates in one aggregation.
     format_client: returns the name of a client for errors.
-    unseen: the number of clients that never train this model.
+    unseen: the number of clients that never train this model; 0 if each client has its own replica.
     replica: the number of this server's replica.
-
-    If each client has its own replica, `counts` has the numbers of all clients and `unseen` is 0.
     """
 
     def __init__(
@@ -283,8 +281,7 @@ class Server:
 
         updates: an entry for each job, in the order of aggregation; None for a failed job.
         `Update.delta` is None if a worker has added the update to a sum.
-        sums: the sums that workers have made, by the numbers of their jobs. Failed jobs add
-        nothing.
+        sums: the sums that workers have made, by the numbers of their jobs.
         staleness: for each entry of `updates`.
         bases: the base versions of the updates, by number.
         Raises AggregationError if the next version cannot be made.

@@ -60,8 +60,7 @@ class RunState:
 
     replicas: the models and the server state.
     planner: virtual time and the plan so far.
-    jobs: the jobs in flight; `versions` has their base versions.
-    history: the rows of the history so far.
+    jobs, versions: the jobs in flight, and their base versions.
     best: the best rounds of the clients; None without validation samples.
     """
 

@@ -90,13 +90,12 @@ class SpillFile:
 class MappedFile:
     """A file whose arrays are used like arrays in memory, and may be changed in place.
 
-    The operating system loads and removes pages. Call `note_read` to remove pages earlier. When an
-    array and all its views are deleted, its space is used again. The file is removed when the
-    process ends in any way.
+    The operating system loads and removes pages. The space of an array is free when the array and
+    all its views are deleted. The file is removed when the process ends in any way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     what: the kind of the arrays, for errors.
-    resident: the number of bytes that may be read until `note_read` removes all pages.
+    resident: the number of bytes that may be read until `note_read` removes all pages from memory.
     """
 
     def __init__(self, folder: Path | str, what: str, resident: float):

@@ -1,9 +1,9 @@
 """Store the client states of checkpoints as a log of files; changed states go to new files.
 
 A file of the log is never changed. An index says which file contains the current state of each
-client. A file is abandoned if less than half of its bytes belong to current states, or if very many
-files have few such bytes. Then its current states are written again. A checkpoint writes at most
-about twice the size of the changed states. The log needs at most about twice the space of all
+client. A file is abandoned, and its current states are written again, if less than half of its
+bytes belong to current states, or if very many files have few such bytes. A checkpoint writes at
+most about twice the size of the changed states. The log needs at most about twice the space of all
 current states.
 """
 
@@ -58,10 +58,9 @@ def _empty_table(columns: int) -> np.ndarray:
 class StateIndex:
     """The index of a checkpoint: it says which file contains each client's committed state.
 
-    states: int64 [clients, 4], in the order in which the clients' first states were committed. The
+    states: int64 [clients, 4], in the order in which clients' first states were committed. The
     columns are: client, job that made the state, number of the file, bytes of the state.
-    files: int64 [files, 2]: number of the file, total bytes of the states that were written into
-    it.
+    files: int64 [files, 2]: number of the file, total bytes of the states in it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))

@@ -32,16 +32,16 @@ class Hierarchical(Topology):
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
     2020), Algorithm 1 (HierFAVG). An edge server (an edge) that has aggregated `every` times waits
-    until all edges have done so. Then each edge gets the mean of all edges' models, weighted by the
-    sums of their clients' weights.
+    for all edges. Then each edge gets the mean of all edges' models, weighted by the sums of their
+    clients' weights.
 
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
     seconds: the virtual seconds between two exchanges. Then no edge waits: the next edge that
-    aggregates after this time starts the exchange of all edges. None means that `every` decides.
+    aggregates starts the exchange of all edges. None means that `every` decides.
     assign: how clients are assigned to edges. "random": at random. "region": each edge gets clients
-    from neighbouring regions of the fleet. With both, the sizes of edges differ by at most one
-    client. "data": clients with similar fractions of each class get the same edge.
+    from neighbouring regions of the fleet. "data": clients with similar fractions of each class get
+    the same edge. Only with "data", sizes of edges differ by more than one client.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -151,16 +151,18 @@ class Clustered(Topology):
     Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
 
     rule="loss" has `clusters` models. A client receives all models, and trains and scores the one
-    with the smallest loss on its training samples, in eval mode and without augmentation. The first
-    model is the run's model; each other model draws new initial values by PyTorch's rule for each
-    layer. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered
-    Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
+    with the smallest loss on its training samples. The losses are computed in eval mode and without
+    augmentation. All models but the first draw new initial values by PyTorch's rules. Source: IFCA,
+    Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning"
+    (NeurIPS 2020), Algorithm 1 with model averaging.
 
     clusters: the largest number of models. The arguments below are for rule="updates".
-    mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
-    updates| < mean_norm and the norm of its longest update > max_norm.
-    gamma: gamma_max in the paper, 0 <= gamma < 1. A cluster is split only if sqrt((1 - s) / 2) >
-    gamma. s is the largest cosine between updates of different new clusters.
+    mean_norm: eps_1 in the paper. A cluster is split only if the norm of its mean update is below
+    it.
+    max_norm: eps_2 in the paper. A cluster is split only if the norm of its longest update is above
+    it.
+    gamma: gamma_max in the paper. A cluster is split only if sqrt((1 - s) / 2) > gamma. s is the
+    largest cosine between updates of different new clusters.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -225,10 +227,10 @@ class Gossip(Topology):
     In both papers, a local training is one step. Set mix="before" for both.
 
     A client takes part in an exchange if the aggregation has a job of this client. For exchanges of
-    all clients, set the schedule's cohort to the number of clients. With exchange="neighbours", a
-    neighbour without a job is left out of a client's mean, and its weight goes to the client
-    itself. With exchange="pairwise", a client can also draw such a neighbour. The exchange adds to
-    the time and traffic of the client's job.
+    all clients, set the schedule's cohort to the number of clients. With exchange="neighbours", the
+    weight of a neighbour without a job goes to the client itself. With exchange="pairwise", a
+    client can also draw such a neighbour. The exchange adds to the time and traffic of the client's
+    job.
 
     graph: which clients are neighbours:
     - "ring": each client has two neighbours.

@@ -1,8 +1,8 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
-The attackers are drawn once from the seed, among the clients with samples. y is a label of C
-classes, and D an honest update. mean and std are those of each parameter over the honest updates of
-the same aggregation.
+The attackers are drawn once, among the clients with samples. y is a label of C classes, and D an
+honest update. mean and std are those of each parameter over the honest updates of the same
+aggregation.
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
@@ -11,8 +11,7 @@ the same aggregation.
     alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices that the papers leave open:
-- The server replaces the shared parameters of attackers' updates when they arrive. BatchNorm's
-  statistics, client states and further values come from the training.
+- The server replaces only the shared parameters of attackers' updates, when they arrive.
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation
   (`largest_z`).

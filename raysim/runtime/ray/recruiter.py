@@ -46,7 +46,7 @@ class Growth:
     group: the placement group of the workers that the run began with.
     per_worker: the resources that a worker reserves.
     most: the largest number of workers of the run.
-    start: starts and returns a worker's actor, from the worker's number, its place, and `content`.
+    start: starts a worker's actor, from the worker's number, its place, and `content`.
     content: a reference to the data set's file in the object store; [] if it is not stored yet.
     """
 
