@@ -73,7 +73,6 @@ class Claim:
     """A sentence of a paper that compares two methods.
 
     method, other: the overrides of the two methods, such as "method=fedbr method.fedbr.mu=0".
-    score: the score of our runs that is compared.
     settings: the settings at which we test the claim, the largest one last.
     printed: the paper's numbers; None if there are none.
     source: the figure or the equations that make the claim, such as "Figure 5b"; "" if `printed`

@@ -73,7 +73,6 @@ class PaperRuns:
     command, score: return our run's command and score for a cell.
     row_prefixes: the beginnings of the configuration keys whose values tell the rows of a table
     apart.
-    notes: remarks on our runs, by the name of the table.
     score_explanation: which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
     gain_score_name: completes the sentence "Gains in points of ...", such as "the mean of the five

@@ -29,7 +29,6 @@ class Cell:
     mean: the number with all printed digits.
     deviation: the number after "±", or None.
     rounds_to: the rounds until an accuracy, such as {"0.80": 828}; None for a dash.
-    unit: such as "percent".
     """
 
     methods: tuple[str, ...]
@@ -65,7 +64,6 @@ class Table:
     deviation_of: what deviations are taken over, such as "seeds", or "".
     momentum: the local momentum by data set; {} if it does not differ or is not stated.
     notes: contradictions and missing information in the paper.
-    cells: the printed numbers, in the order of the paper.
     """
 
     name: str

@@ -164,20 +164,15 @@ class Context:
 
     participation: the number of this client's earlier jobs that were dispatched.
     version: the number of the base version.
-    samples: the number of the client's training samples.
     rate: the learning rate of this job; `step_factor` is the factor on it in the current step.
-    vector: all networks that the job trains.
-    received: [layout.shared], the received version; the update is the change from it.
+    received: [layout.shared], the received version, to which the update is relative.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
     base: [layout.shared], the start of training: `received`, unless a method changed it.
     download: the tensors that the client received with the model.
     state: the client state; entries are replaced and never changed in place.
     upload: the tensors that the client sends with its update.
     report: columns of the history; a client does not send them.
-    draws: the random tensors of `Setup.draw`, one for each step.
-    optimizers: the local optimizers, one for each stage.
-    kept: the values of `LocalJob.scratch`.
-    views: the `LocalJob` of each method.
+    draws: the tensors of `Setup.draw`, one for each step.
     start: the client's personal tensors before the first step.
     plan: the batches of this job; set after the hook `begin`.
     losses: the task loss of each step that has one, without terms of methods; set for the hook

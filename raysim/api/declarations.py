@@ -38,19 +38,16 @@ class Task:
 
     shape: the shape of one input; [channels, height, width] for an image.
     num_classes: the number of classes, or of outputs if labels are not classes.
-    clients: the number of all clients, including unseen ones.
+    clients: the number of all clients, including those that are never trained.
     tokens: the number of different tokens for sequences of token numbers; else None.
     scored_by: the main metric; None means the first of `scores`, or the usual one.
     loss: returns a loss for each sample [B] from outputs [B, C] and labels; None means the usual
-    loss.
-    unseen: the number of clients that are never trained.
+    one.
     scores: the metrics to compute; () means `scored_by`, or the usual ones.
     lower: the user's metrics for which a lower score is better.
-    label_shape: the shape of one label, such as () for a class, (height, width) for a class per
-    pixel.
-    has_unlabelled: True if some samples have no class.
-    targets: the arrays of a label that is a dictionary or a list, such as boxes and their classes;
-    () for usual labels.
+    label_shape: the shape of one label, such as (height, width) for a class per pixel.
+    targets: the arrays of a label that is a dictionary or a list, such as boxes and classes; else
+    ().
     """
 
     shape: tuple[int, ...]
@@ -187,7 +184,6 @@ class Evaluation:
 
     every: aggregations between two evaluations; the last version is always evaluated.
     clients: the number of clients that are drawn for each evaluation, or "all".
-    finetune: fine-tuning of client models for further scores.
     common: True also scores client models on the central test set.
     probe: aggregations between two probes; 0 means never.
     probe_rows: the approximate number of test samples for a probe.
@@ -198,7 +194,6 @@ class Evaluation:
     metric: the main metric; None means the first of `metrics`, or the usual one.
     lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that are never trained, and scored in separate columns.
-    generate: the texts that the final model writes, for language data.
     """
 
     every: int = 1
@@ -253,28 +248,24 @@ class Local:
 
     optimizer: "muon" trains parameters of one dimension with AdamW.
     lr: the learning rate.
-    momentum: the momentum factor of "sgd".
-    nesterov: True uses Nesterov's momentum with "sgd".
-    weight_decay: the strength of weight decay.
+    momentum, nesterov: only for "sgd".
     clip: the largest norm of a gradient; 0 for no limit.
     lr_decay: the factor on the learning rate for each version.
     schedule: a further change of the learning rate; `Local.rate` has the formulas.
     schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
     schedule_rounds: the version at which "cosine" and "linear" end, with `schedule_over="rounds"`.
     final_lr: the learning rate at the end of "cosine" and "linear".
-    drop_every: versions or steps between two drops of "step".
-    drop_factor: the factor of each drop of "step".
-    warmup_rounds: the first versions, in which the learning rate grows.
-    warmup_steps: the first steps of each job, in which the learning rate grows.
+    drop_every, drop_factor: the versions or steps between two drops of "step", and the factor of a
+    drop.
+    warmup_rounds, warmup_steps: the first versions, and the first steps of each job, in which the
+    learning rate grows.
     rates: factors on the learning rate of "head", "body", "adapters", or a module or parameter by
     its full name.
-    epochs: passes over the client's samples; None if `steps` is set.
-    steps: batches of a job; None if `epochs` is set.
-    batch: samples in a batch.
+    epochs, steps: passes over the client's samples, or batches of a job; one of them is None.
     sampling: "shuffle" makes passes in a new random order, whose last batch may be smaller.
     "replacement" draws every batch at random, with replacement.
     phases: the number of parts of a job's `steps`, for methods that select samples for each epoch.
-    keep_optimizer: True keeps a client's optimizer state for the next job.
+    keep_optimizer: True keeps a client's optimizer state for the client's next job.
     """
 
     optimizer: OptimizerKind = "sgd"

@@ -303,9 +303,9 @@ class LocalJob:
 class PersonalModel:
     """A client's model that is about to be scored: the argument of the hook `personalise`.
 
-    The hook changes `vector` in place to the client's personalised model.
+    The hook changes `vector`, shared and personal parameters, in place to the client's personalised
+    model.
 
-    vector: the shared parameters and the client's personal parameters.
     state: the method's client state after the client's last aggregated job, or the initial state.
     received: the tensors of `Setup.send_to_client`.
     data: a function that yields batches (inputs, labels) of the client's training samples.
@@ -361,7 +361,7 @@ class ScoredModel(PersonalModel):
     name: "client", "central", "validation" or a domain, with "central:" in front for the central
     test set.
     state: the method's client state, by short name; empty for the shared model.
-    received: the tensors that the method sends to all clients, and those to this client alone.
+    received: the method's tensors for all clients and for this one.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class PublishedVersion:
     counters: int64 [layout.shared_counters], shared buffers of integers.
     extras: the tensors that methods send to all clients, by "method.name".
     mark: "" if clients train from this vector; else such as "scored 0".
-    number: the position among all published versions of all replicas.
+    number: the position among the versions of all replicas.
     """
 
     version: int
@@ -92,12 +92,10 @@ class Job(NamedTuple):
     version: the number of the base version.
     state: the job whose final client state this job starts from; -1 means the initial state.
     weight: the weight of the update in a weighted sum, not normalised.
-    probe: True if the trained model is probed.
     extras: the tensors that only this client receives, by "method.name".
     pool: the pool from which the client was drawn; -1 means all clients.
     start, finish: the virtual seconds of the dispatch, and of the arrival or the loss.
-    arrives: False if the job is lost.
-    work: the training work in samples. A forward pass alone counts 1/3.
+    work: the training work in samples; a forward pass alone counts 1/3.
     down, up: the floats that the client receives and sends.
     base: `PublishedVersion.number` of the base version.
     bases: this number of each replica's newest version, if the client chooses its replica; else ().
@@ -172,14 +170,14 @@ class Update(NamedTuple):
     samples: the number of the client's training samples.
     trained: the samples that the job trained on, in all epochs.
     loss: the mean task loss over `loss_rows` samples; nan if no step had the task loss.
-    seconds: wall seconds on the worker.
     counters: int64 [layout.shared_counters], the buffers of integers after training.
     extras: the tensors that methods upload, by "method.name".
     moves: (start, stop, rates) for each trained range of the shared parameters, with the sum of the
     learning rates of its steps. It is () unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
+    seconds, norm: wall seconds on the worker, and the Euclidean norm of the change of the
+    parameters.
     loss_rows: the samples in all steps with the task loss.
-    norm: the Euclidean norm of the change of the trained parameters.
     delta: [layout.shared], the trained minus the received parameters; None if it is in a worker's
     sum.
     """
@@ -237,7 +235,7 @@ class TrainingResult:
     of a group have `delta=None`.
     busy: wall seconds of work since the worker's last result.
     states: the size in bytes of each job's final client state.
-    device: the GPU's utilization from 0 to 1 at the end of the call; None if unknown.
+    device: the GPU's utilization from 0 to 1; None if unknown.
     """
 
     updates: tuple[Update | Failure, ...]
@@ -252,13 +250,11 @@ class TrainingResult:
 class ScoringTask:
     """One part of an evaluation: a model, and the samples to score it on.
 
-    client: the client whose model is scored; -1 means the shared model.
+    client: -1 means the shared model.
     rows: int64 [n], the positions of the samples in the data set.
     state: the job whose final client state is used; -1 means the initial state.
     extras: the methods' tensors for this client only, by "method.name".
     personalised: False does not call the hook `personalise`.
-    finetune: None scores the model without more training.
-    name: the set of samples, such as "central".
     """
 
     client: int

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Method:
     """One part of a federated algorithm, on the client, on the server or both.
 
-    name: the names of the method's state, messages and reports begin with it.
+    name: begins the names of the method's state, messages and reports.
     paper: the source, or "".
     weighting: the default weights of updates: "samples" by the clients' training samples, or
     "uniform".

@@ -82,7 +82,7 @@ class Metric:
     """A metric that a user defines by a function.
 
     function: returns a score for each sample [n], or one number, from outputs [n, C] and labels.
-    name: the metric's name in the history; None takes the function's name.
+    name: None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
     per: "sample" for a score for each sample, whose mean is the metric. "set" for one number from
     all samples of the central test set, a client or a domain. None tries the function, or means

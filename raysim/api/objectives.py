@@ -53,9 +53,8 @@ class Objective:
 
     loss: returns the mean loss of a batch, from outputs [B, C] and labels.
     losses: returns the loss of each sample, [B].
-    metrics: all metrics of this task type, the usual main metric first.
+    metrics: all metrics of this task type; the first `usual_metrics` are computed by default.
     has_ignored: True if losses leave out labels `IGNORED`.
-    usual_metrics: how many of `metrics` are computed by default.
     parts: for sets whose loss is a mean over labels, such as tokens. It returns [B, 2]: the sum of
     the losses of each sample's labels, and their number. None means a mean over samples.
     """

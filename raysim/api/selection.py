@@ -85,7 +85,7 @@ class SelectionView:
     concurrency: the largest number of clients in flight.
     facts: the facts of all clients, idle or not.
     is_idle: bool [clients of the run], True for `clients`.
-    state: the arrays that the rule remembers and may change, by name; checkpoints contain them.
+    state: the arrays that the rule remembers and may change; checkpoints contain them.
     """
 
     count: int

@@ -25,14 +25,12 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: what the clients sent, in the planner's order.
+    updates: in the planner's order.
     deltas: the trained minus the received parameters of each update, [layout.shared], on the CPU.
     It is empty unless a method overrides `weigh` or `combine`, or calls `Setup.read_updates` or
     `Setup.change_updates`.
-    weights: a weight for each update, not normalised.
-    staleness: the staleness of each update.
+    weights: one for each update, not normalised.
     bases: the base versions, by `update.version`.
-    method: the method that sees this object.
     normaliser: a function of the weights that returns the divisor of the weighted sum.
     combined: in the hook `step`, the result [layout.trained] of `combine`; else None.
     """

@@ -208,10 +208,9 @@ class Setup:
 
     It also has facts about the run:
 
-    - rounds: the number of aggregations.
     - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
-    - methods: all methods of the list, each with the hooks that it overrides.
+    - methods: all methods of the list, with the hooks that each overrides.
     - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if an update may start from an earlier version than the current one.
     - devices: each client's kind of device as `devices.kinds`, positions in `devices.names`. None

@@ -103,13 +103,12 @@ class ClusterView:
     """The argument of a cluster rule: a replica and its clients after an aggregation.
 
     members: int64 [m], the replica's clients with training samples, ascending.
-    version: the number of the run's aggregations so far.
     clients: int64 [n], the members with an update in the aggregation.
     deltas: the updates of `clients`, float32 [layout.trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
     free: the replicas without clients.
     state: the rule's arrays, which it may change in place; checkpoints contain them.
-    report: columns that the rule adds to the aggregation's row of the history.
+    report: columns for the aggregation's row of the history.
     """
 
     replica: int
@@ -162,26 +161,22 @@ class Network:
     every: the aggregations between two exchanges: of each replica with `own_schedules`, else of the
     run.
     seconds: the virtual seconds between two exchanges; 0 uses `every`.
-    link_seconds: the virtual seconds of an exchange.
-    link_floats: the floats that all replicas together send in an exchange.
+    link_seconds, link_floats: the virtual seconds of an exchange, and the floats that all replicas
+    together send.
 
     own_schedules: True gives each replica a schedule of its own.
     on_clients: True if clients store their replicas, so that jobs do not send the model. Without
     `pairwise`, only replicas with an update take part in an exchange.
     client_floats: [clients], the floats that each client sends to other clients, and receives, in
     an exchange; None unless `on_clients` is True.
-    pairwise: True if each replica with updates draws a neighbour, and both become the mean of the
-    two.
-    seed: the seed of these draws.
+    pairwise: True if each replica with updates draws a neighbour (by `seed`), and both become the
+    mean of the two.
     mixes_first: True if an exchange comes before the updates of the aggregation.
 
     chosen_by_loss: True if each job receives all replicas and trains the one with the smallest loss
     on the client. All replicas except number 0 then start from new random parameters.
     clusters: the rule that moves clients between replicas by their updates. With it or
     `chosen_by_loss`, `replica_of` holds only at the start, and a replica may have no clients.
-
-    name: the word for one replica in texts, such as "edge".
-    summary: the text about the exchanges in the plan of a run.
     """
 
     replica_of: np.ndarray

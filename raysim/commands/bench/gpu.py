@@ -113,7 +113,6 @@ class GpuWorkload:
 
     shape: channels, height and width of a picture.
     samples: the number of samples of each client.
-    cohort: the number of clients in a round.
     least: the required speed, as a multiple of that of a plain PyTorch loop.
     lanes: the numbers of lanes that are measured.
     """

@@ -51,7 +51,6 @@ class LoopWorkload:
     """A run with one local epoch per round, whose speed is measured.
 
     samples: the number of samples of each client.
-    cohort: the number of clients in a round.
     rounds: the number of rounds that are measured together.
     limit: the largest ratio of raysim's time to that of a plain PyTorch loop.
     """
@@ -153,7 +152,6 @@ class SharedMemory:
     """The memory that the processes of a plain loop share.
 
     inputs, labels: the samples of all clients, one client after another.
-    vector: the shared parameters.
     sums: [processes, parameters], the weighted sum of each process's trained models.
     next_place: the place in the cohort of the next client; `STOP` ends the processes.
     start, done: semaphores of each process for the start and the end of a round.

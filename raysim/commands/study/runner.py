@@ -61,7 +61,6 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
     Only data sets are written, into the cache. Return the study with new `config`, `is_finished`
     and `warnings` of each run.
     allow: the user's own packages whose classes the options may use.
-    parallel: the number of runs at a time.
     Raise `RefusedError` for the first run that is impossible or cannot be continued.
     """
     runs = []
@@ -120,7 +119,6 @@ def make_runs(
 ) -> dict[str, str]:
     """Execute the runs that are not finished; return why runs failed, by the name of the run.
 
-    parallel: the number of runs at a time.
     allow: the user's own packages whose classes the options may use.
     say: function that gets a line for each run that has ended.
     show: function that displays the progress: "running: NAMES" and, if `parallel` is 1, a second

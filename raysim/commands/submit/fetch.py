@@ -59,7 +59,7 @@ def fetch(
     """Copy the results of a Ray job into a folder on this machine, and return the folder.
 
     The job may still be running. Files of the same name on this machine are replaced.
-    job: the id of the Ray job, which `raysim submit` prints, or the URL of a run.
+    job: the id that `raysim submit` prints, or the URL of a run.
     target: the folder here; None takes the name of the job's folder, in the current folder.
     address: the URL of the job server; None reads Ray's environment variables, or takes the local
     one.

@@ -66,7 +66,6 @@ class SweepOptions:
 
     A trial is one value for each searched key.
 
-    name: the file in `conf/sweep` that the command chose.
     search: "random" draws trials, "grid" tries all combinations, and "optuna" proposes trials from
     the scores of earlier ones.
     scheduler: "asha" stops worse trials early (asynchronous successive halving). "pbt" replaces
@@ -77,7 +76,7 @@ class SweepOptions:
     set, on the clients' test sets.
     mode: "max" if a higher metric is better, else "min"; null decides by the metric.
     seeds: the number of runs of each trial, whose means are compared.
-    concurrent: the number of trials at a time; null starts as many as fit.
+    concurrent: the number of trials at a time; null means as many as fit.
     workers: the number of workers of each run; 0 trains in the process of the trial.
     grace: the round of the first decision of "asha".
     reduction: the factor by which each decision of "asha" reduces the number of trials.
