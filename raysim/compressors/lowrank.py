@@ -161,8 +161,8 @@ class PowerSGD(Compressor):
 
         values: float32 [layout.trained]. Entries that `read` computes are undefined at first.
         kept: the matrices Q of the sender's last message, concatenated.
-        read: takes a slice, returns the vector's entries there, and writes computed ones into
-        `values`. Each entry is read once, before any other use.
+        read: takes a slice, returns these entries, and writes computed ones into `values`. It is
+        called once for each entry.
         """
         parts: list[Tensor] = []
         used = 0

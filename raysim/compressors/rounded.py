@@ -190,9 +190,8 @@ def _encode_blocks(
     The scale is the block's largest absolute value, divided by `largest`.
     bits, scale_bits, quotient_bits: the memory of `values`, `scales` and `quotients`, as int32.
     largest: the largest absolute value of an encoded number, such as 127.
-    scales: float32 [blocks], the array to fill.
+    scales, codes: float32 [blocks] and uint8 [entries], to fill.
     quotients: float32 [block], working memory.
-    codes: uint8 [entries], the array to fill.
     is_integer: True encodes as integers of 8 bits, False in the format E4M3.
     """
     for place in range(len(scales)):

@@ -48,12 +48,10 @@ def _collect(
 ) -> int:
     """Collect the entries of `values - memory` with an absolute value of at least `threshold`.
 
-    Return their number, or len(positions) + 1 if they may not fit into `positions`.
-    values: float32 [d], finite.
-    memory: float32 [d], finite; an empty array stands for zeros.
+    Return their number, or len(positions) + 1 if they may not fit into `positions`. An empty
+    `memory` stands for zeros.
     flags, words: the same working memory, as uint8 [CHUNK] and as uint64.
-    positions: the array to fill with the ascending positions of the entries.
-    entries: the array to fill with the entries, float32, as long as `positions`.
+    positions, entries: the arrays to fill with the ascending positions and the entries.
     """
     # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
     # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
@@ -130,11 +128,8 @@ def _candidates(
     """Find candidates for the largest absolute values in the difference `values - memory`.
 
     Return their ascending positions and their values in the difference. They include the `count`
-    entries with the largest absolute values. Return None if a search by a sample does not pay or
-    fails.
-
-    values: float32 [d], finite.
-    memory: float32 [d], finite; an empty array stands for zeros.
+    largest ones. Return None if a search by a sample does not pay or fails. An empty `memory`
+    stands for zeros.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:

@@ -54,7 +54,7 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 
     Runs without checkpoints, with one after round 3 of 5, and resumed from it must be bit-identical
     and have the same history.
-    make: function that returns the run. Each call makes new method objects.
+    make: function that returns the run with new method objects.
     fleet: None uses `Lognormal`.
     """
     straight = run(make(), schedule, fleet, rounds=5)
@@ -76,8 +76,8 @@ def check_recorded(make: Make, **settings: Any) -> None:
 
     Without a GPU, the replay is simulated. The check fails if a step reads the value of a tensor,
     as `.item()` does. It passes if raysim refuses lanes for the run.
-    make: function that returns the run, in float64. Each call makes new method objects.
-    settings: settings to change, such as rounds=3; `runs.with_settings` lists them.
+    make: function that returns the run, in float64, with new method objects.
+    settings: settings to change, see `runs.with_settings`.
     """
     with contextlib.suppress(LanesError):
         loop, other = (

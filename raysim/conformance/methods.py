@@ -112,8 +112,8 @@ class WatchedRun:
     spy: the runtime, which has stored the messages.
     uploads: the tensors that clients send next to the update.
     personal: the networks' tensors that stay on the clients.
-    secrets: pairs of name and bytes of client states that no message may contain. States are left
-    out if they are short, uniform, or equal to an upload or to most of an update.
+    secrets: names and bytes of client states that no message may contain. Short and uniform states
+    are left out, and those that are equal to what is sent.
     """
 
     run: FinishedRun

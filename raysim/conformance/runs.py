@@ -218,7 +218,7 @@ def coordinate(
     runtime: None uses one worker in this process.
     folder: the folder for checkpoints; "" writes none.
     resume: the folder of the checkpoint to continue from; "" starts a new run.
-    settings: settings to change in `spec`, such as rounds=3; `with_settings` lists them.
+    settings: settings of `spec` to change, see `with_settings`.
     """
     spec = with_settings(spec, **settings)
     return Coordinator(
@@ -262,7 +262,6 @@ class Spy(InProcess):
     """A runtime with one worker in this process, which records what it transports.
 
     sent: each dispatched job, with its base version.
-    trained: the results of training.
     states: the client states that the worker returned.
     contributed: the arrays that clients sent before the first round.
     constants: the arrays that a client receives only with its first job, by name.

@@ -34,8 +34,7 @@ LabelLists: TypeAlias = list[Any]
 class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
-    labels: an array [n, ...], a list of labels for each sample, or a `LabelSet` of packed
-    dictionaries.
+    labels: [n, ...], a list of labels for each sample, or a `LabelSet` of packed dictionaries.
     users: [n], integers or text; or None.
     is_test: bool [n], True in the central test set.
     fields: a description of each input in a row of `inputs`; () for a single input.
@@ -181,7 +180,7 @@ def _read_half(
 
     part: (inputs, labels), (inputs, labels, users) or a torch `Dataset`.
     name: "train" or "test", for errors.
-    kind: `data.kind`, which decides what lists of labels mean; or None.
+    kind: `data.kind`, which decides what lists of labels mean.
     fields: a list that gets a tuple with a description of each input; () for a single input.
     """
     if isinstance(part, TensorDataset):

@@ -68,8 +68,8 @@ class Pipeline:
         - crop: the image moves by up to `crop_padding` pixels.
         - flip: the image is mirrored with probability 1/2.
         - rotate: the image is turned by up to `rotate_degrees` in either direction.
-        - jitter: brightness, contrast and saturation get factors from 1 - `jitter` to 1 + `jitter`.
-          The hue moves by up to `jitter` of the colour circle.
+        - jitter: brightness, contrast and saturation are multiplied by 1 - `jitter` to 1 +
+          `jitter`. The hue moves by up to `jitter` of the colour circle.
         - grey: the image turns grey with the probability `grey`.
         """
         # Images of one channel draw the same random numbers as images of three channels.

@@ -1,8 +1,8 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
 Documents are joined into a stream, with the token `end` before and after each document. The stream
-is cut into rows of T inputs, whose labels are the tokens one position later. Labels of a document's
-prompt, and those that fill up the last row, are `IGNORED`: they have no loss.
+is cut into rows. Labels in a document's prompt, and those that fill up the last row, are `IGNORED`:
+they have no loss.
 """
 
 from __future__ import annotations
@@ -331,8 +331,8 @@ def read_documents(
 
     user: the column of users, or None.
     users: [rows], the user of each document, or None.
-    is_test: bool [rows], True for documents that are for testing.
-    place: the name of the table in errors.
+    is_test: bool [rows].
+    place: the table's name in errors.
     Raise ValueError if the documents are not in one column of text or of token numbers.
     """
     types = dict(zip(table.schema.names, table.schema.types, strict=True))

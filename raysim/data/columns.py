@@ -73,7 +73,7 @@ def label_column(names: Sequence[str], label: str | None, fallback: str, place: 
     label: `data.label`, which names the column; or None.
     fallback: `data.label_column`, which names it otherwise. In place of a missing "label", a usual
     name of `LABEL_NAMES` is taken.
-    place: the name of the table in errors.
+    place: the table's name in errors.
     Raise ValueError if there is no such column.
     """
     if label is None and fallback == "label" and fallback not in names:
@@ -99,7 +99,7 @@ def find_inputs(
     columns: `data.columns`. None takes all columns except `known`, row numbers and users, such as
     "client".
     known: the columns of labels, users and domains.
-    place: the name of the table in errors.
+    place: the table's name in errors.
     are_separate: True if each column is a separate input.
     Raise ValueError if no column is left, or if columns without numbers would be joined.
     """
@@ -219,9 +219,9 @@ def read_inputs(
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Return the inputs of all samples as one array, and `Tokens` if they are token numbers.
 
-    columns: several columns of numbers, which are joined, or one column. One column has numbers,
-    vectors of one length, token numbers (lists of integers) or text.
-    place: the name of the table in errors.
+    columns: several columns of numbers, which are joined, or one column of numbers, vectors of one
+    length, token numbers (lists of integers) or text.
+    place: the table's name in errors.
     Raise ValueError for other columns and for missing values (null).
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
@@ -254,7 +254,6 @@ def _read_column(
 
     Text and lists of integers become rows of token numbers, with `Tokens`. Lists of floats become
     rows of floats, with None in place of `Tokens`.
-    place: the name of the table in errors.
     """
     if is_text(column.type):
         return _read_text(column.to_pylist(), settings)
@@ -371,7 +370,7 @@ def read_label_column(
     values: the labels of all rows. Dictionaries of arrays have the kind "structure".
     kind: `data.kind`; None infers it.
     names: the names of the classes or outputs, or None.
-    place: the name of the table in errors.
+    place: the table's name in errors.
     ignore: `data.ignore`, the class that means "no label".
     """
     if isinstance(values, list) and values and isinstance(values[0], Mapping):
@@ -407,9 +406,9 @@ def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> lis
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
     """Return the labels of all rows, from a column of a table.
 
-    Numbers and text become an array [n], and lists of a fixed size an array [n, size]. Other lists
-    become a list of lists, and structs a list of dictionaries.
-    place: the name of the table in errors.
+    Numbers and text become an array [n], lists of a fixed size an array [n, size], other lists a
+    list of lists, and structs a list of dictionaries.
+    place: the table's name in errors.
     key: the setting that names the column, for errors.
     Raise ValueError for another type and for missing values (null).
     """

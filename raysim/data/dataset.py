@@ -158,7 +158,7 @@ def open_or_build(
     name: the beginning of the file's name, such as "digits".
     content: the settings that determine the data set, whose checksum ends the file's name.
 
-    Of several processes that call this function at once, only one builds the data set.
+    Several processes may call this function at once.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -99,7 +99,6 @@ def _pack_column(
     """Pack all samples' arrays of one name, such as "boxes", into rows of floats, [n, floats].
 
     Return a description of the arrays, and the rows.
-    place: how errors name the arrays, such as "data: the targets, boxes".
     """
     filled = [array for array in arrays if array.size] or arrays[:1]
     inner = filled[0].shape[1:]

@@ -48,9 +48,9 @@ def read_labels(
     means [n].
     kind: `data.kind`; None takes the result of `infer_kind`.
     names: the names of the model's outputs, or None.
-    place: the name of the source in errors.
+    place: the source's name in errors.
     ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`.
-    Raise ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
+    Raise ValueError if the labels do not fit the kind, and for kind="causal", which has none.
     """
     if kind == "causal":
         raise streams_error(place)
@@ -94,8 +94,7 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n], and floats [n] that look like class numbers (see
-      `_are_whole_classes`).
+    - "classification": integers or text [n], and floats [n] that look like class numbers.
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
     - "positions": all other arrays of integers or text; each position has a class.
@@ -165,7 +164,6 @@ def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, plac
     values: numbers, also [n].
     names: None, or a list of another length, gives "0", "1", and so on, or "value" for a single
     output.
-    place: the file or the argument that has the data, for errors.
     """
     if values.dtype.kind not in "iuf":
         raise ValueError(

@@ -45,8 +45,7 @@ class ParquetColumns(NamedTuple):
 
     user: the column of users, which may be missing.
     has_pictures: True if the only input is a column of encoded pictures.
-    unused: row numbers or users that are left out of the input. [] for pictures or with
-    `data.columns`.
+    unused: row numbers or users that are left out of the input.
     """
 
     inputs: list[str]
@@ -263,9 +262,9 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        It is the row's user. In a file without users, it is the name of the folder, unless
-        `data.user` is set.
-        Raise ValueError if a column is missing, or if labels or users are missing (null).
+        It is the row's user. In a file without users, it is the folder's name, unless `data.user`
+        is set.
+        Raise ValueError if a column, or a label or user, is missing.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -404,7 +403,6 @@ def _prefix_folders(
     A domain is "FOLDER/USER", or "FOLDER" in a file without users. The names are sorted by folder
     and user's number; they are None if some users are texts.
     parts: for each file, the user of each row, or the folder's name.
-    user: the name of the column of users.
     """
     # Users of the same name in two folders are different domains.
     names = []
@@ -450,9 +448,8 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
     """Join the labels of all files; the result has the type of the first file's labels.
 
-    It is an array [rows], an array [rows, width] of equally long lists, or a list with a list of
-    labels or a dictionary for each row.
-    name: the column of labels, for errors.
+    It is an array [rows], an array [rows, width] of equally long lists, or a list of lists or
+    dictionaries.
     """
     if isinstance(parts[0], list):
         rows: list[Any] = []

@@ -149,7 +149,7 @@ class Partitioner:
 
         Return their positions in the central test set, by client. This function is used only if
         `test_fraction` is None.
-        labels, domains: those of each sample of the central test set.
+        labels, domains: those of the central test set.
         num_domains: the number of domains with training rows, which come first.
         """
         raise NotImplementedError
@@ -168,8 +168,7 @@ class Partitioner:
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
         """Divide n training samples between clients; return each client's rows.
 
-        With `validation_fraction` above 0, a client also gets validation rows. A smaller `fraction`
-        keeps a subset of the training rows of a larger one.
+        A smaller `fraction` keeps a subset of the training rows of a larger one.
         labels, domains: [n].
         num_classes: the number of classes, including classes without samples.
         Raise ValueError if the samples cannot be divided with these settings.

@@ -377,7 +377,6 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
     For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0.
     kind: None changes nothing.
     ignore: `data.ignore`, the label that means "no label".
-    place: the file or the argument that has the data, for errors.
     Raise ValueError if this is impossible.
     """
     if kind in (None, raw.kind):

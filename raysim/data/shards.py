@@ -167,7 +167,6 @@ class WebDataset(Source):
         """Return the endings of the inputs, the ending of the label, and that of the user or None.
 
         sample: the files of the first sample, by ending.
-        place: the value of `data.root`, with which errors begin.
         Raise ValueError if no ending of labels is set or usual, or if no file is left for the
         inputs.
         """

@@ -169,7 +169,7 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     proportions: the class distribution of each client, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].
-    pools: the number of remaining samples of each class, [C], which the draws decrease in place.
+    pools: the remaining samples of each class, [C], which the draws decrease in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -217,9 +217,9 @@ def shard_split(
     """Sort rows by label, cut them into N * S shards, and give each client S shards.
 
     N is `num_clients` and S `shards_per_client`. Sizes of shards differ by at most one row.
-    labels: the class of each row, [n].
+    labels: [n].
     order: a permutation of the rows, which orders the rows of each class.
-    assignment: a permutation of the shards, [N * S]. Client 0 gets the first S of them.
+    assignment: a permutation of the shards. Client 0 gets the first S of them.
     """
     samples = _sort_by_class(np.asarray(labels), np.asarray(order))
     bounds = _even_offsets(len(samples), num_clients * shards_per_client)
@@ -259,7 +259,6 @@ def domain_class_split(
 
     With G groups, client d * G + g has the samples of domain d and group g, in ascending order.
     Rows whose class is in no group are not used.
-    domains, labels: [n].
     class_groups: for each group the numbers of its classes.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)

@@ -25,9 +25,9 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
     """Return a column as an array of booleans, integers, floats or text.
 
     An array of another NumPy type, such as dates, is returned unchanged; the caller must refuse it.
-    column: an array, a tensor, a list, or a column of a table. A table becomes an array [rows,
+    column: an array, a tensor, a list, a column of a table, or a table, which becomes [rows,
     columns].
-    place: the name of the column in errors.
+    place: the column's name in errors.
     Raise ValueError for missing values, rows of different shapes and mixed types. nan is allowed.
     """
     if isinstance(column, torch.Tensor):

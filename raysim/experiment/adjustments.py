@@ -57,8 +57,8 @@ def drop_untrainable_clients(
 ) -> tuple[RunSpec, tuple[str, ...]]:
     """Leave out clients with a single training sample, if the model cannot train on one sample.
 
-    For example, BatchNorm needs two samples. Return the changed `spec`, and a tuple with a warning
-    if clients were left out.
+    For example, BatchNorm needs two. Return the changed `spec`, and a tuple with a warning if
+    clients were left out.
     Raise `ValueError` if the model needs two samples, but the batch size is 1 or no client has two.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch

@@ -78,7 +78,7 @@ def compose(
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
     stored: the configuration file of a run or sweep, for all keys without an override. None takes
-    the config.yaml of the run that `resume` names, if any.
+    that of the run that `resume` names, if any.
     settings: more overrides, as {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
 
     Raise `RefusedError` for keys, options and files that do not exist.
@@ -106,7 +106,6 @@ def _draft_config(
     roots: the user's folders of options.
     stored: the configuration of an earlier run. None reads that of the run that `resume` names,
     unless an override chooses a preset.
-    settings: more overrides, as Python values by key.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}
@@ -226,8 +225,7 @@ def draft(
 ) -> tuple[Node, dict[str, str]]:
     """Return the configuration that all trials of a sweep have in common, and the wrong keys.
 
-    `complete_draft` makes the configuration of a trial from it. The second result has an error text
-    for each key in `keys` that does not exist.
+    `complete_draft` makes a trial's configuration from it. Wrong keys have an error text.
     overrides: texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.

@@ -56,7 +56,6 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options: those in `conf`, in the installed packages and in the user's folders.
 
     A file in a user's folder replaces an earlier option of the same group and name.
-    folders: the user's folders of options.
     Raise `RefusedError` if a folder is missing, a link is broken, a package repeats an option, or a
     method's file is called fedavg.yaml (fedavg means an empty list).
     """

@@ -126,9 +126,9 @@ class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
     values: the complete configuration, with the preset's values for unused options, too.
-    chosen_values: by group, the values of the options in `choices`, without changes by the preset.
-    It has groups that the preset mentions and for which the user chose an option, and always those
-    of "method" and "observer" that the preset mentions.
+    chosen_values: by group, the values of chosen options, without changes by the preset. It has
+    the groups that the preset mentions, if the user chose an option of the group. The groups
+    "method" and "observer" need no such choice.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 

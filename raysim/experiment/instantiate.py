@@ -60,7 +60,7 @@ def import_target(
 
     target: such as "raysim.methods.fedprox.FedProx".
     path, key: the two halves of the setting's name, such as "model" and "._target_", for errors.
-    allow: packages that are allowed besides raysim and the installed packages that extend it.
+    allow: packages besides raysim and those that extend it.
     Raise `RefusedError` for an `ImportError`, and for a module of no allowed package.
     """
     setting = f"{path}{key}={format_value(target)}"

@@ -143,8 +143,8 @@ def separate_objects(
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
     """Return the names of all metrics, and a dictionary of the metrics that are Python objects.
 
-    The names become the value of `evaluate.metrics`. A function that another process can import has
-    its full path as its name, such as "mine.metrics.brier".
+    A function that another process can import has its full path as its name, such as
+    "mine.metrics.brier".
     metrics: names, functions and objects `raysim.Metric`; None for none.
     Raise `RefusedError` for anything else.
     """
@@ -180,8 +180,7 @@ def describe_objects(
     have settings.
     objects: by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the same keys.
-    config: the configuration without the objects; in a resumed run, with the wrappers' stored
-    settings.
+    config: the configuration, with the stored settings of a resumed run's wrappers.
     Raise `RefusedError` for an object of a wrong type, and for a setting that an object does not
     have.
     """
@@ -279,7 +278,6 @@ def _wrapper_settings(
     """Return the checked arguments of a class that wraps the user's data or partition.
 
     The values come from the overrides, or else from the stored configuration.
-    place: "data" or "partition", for errors.
     stored: the group's node in the stored configuration of the run; None for a new run.
     computed: the argument that the user cannot set and that is left out, such as "digest".
     """
@@ -300,9 +298,9 @@ def _wrapper_settings(
 def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
     """Return a description from which workers can make the user's network.
 
-    part: a network, or a class, function or `functools.partial` that makes a network.
+    part: a network, or a class, function or `functools.partial` that makes one.
     overrides: the user's values for `head`, `lora` and the arguments of the class or function.
-    stored: the network's entry in the configuration of an earlier run; None for a new run.
+    stored: the network's entry in the configuration of an earlier run, or None.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):

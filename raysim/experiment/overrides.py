@@ -67,9 +67,9 @@ class SettingOverride:
     text: the override as the user wrote it.
     key: the key alone, such as "group" in "+group@package=option".
     value: the only value; None if there are several.
-    choices: the listed values, such as (0, 1) for "seed=0,1"; None without a list.
+    choices: the listed values, such as (0, 1) for "seed=0,1"; or None.
     choice_texts: the text of each listed value.
-    range: the range of values, as in "lr=interval(0.01,1)"; None without a range.
+    range: the range of values, as in "lr=interval(0.01,1)"; or None.
     is_delete: True for "~key", which in Hydra removes a key.
     package: the text after "@", or None.
     """

@@ -113,9 +113,9 @@ def build_methods(
 ) -> tuple[Method, ...]:
     """Return the methods of a configuration: its learner, the methods, and its compressor.
 
-    allow: the packages besides raysim whose classes the configuration may name.
+    allow: packages besides raysim that the configuration may name.
     objects: the user's objects, by group or by "method.NAME".
-    Raise `RefusedError` for a class that cannot be used, and for two methods with the same name.
+    Raise `RefusedError` for a class that cannot be used, and for a repeated name.
     """
     methods = build_list(config, "method", Method, allow, objects)
     if config.get("learner"):  # older runs have no group learner
@@ -145,9 +145,9 @@ def build_list(
 
     group: "method" or "observer".
     kind: the class that all objects must extend, `Method` or `Observer`.
-    allow: the packages besides raysim whose classes the configuration may name.
+    allow: packages besides raysim that the configuration may name.
     objects: the user's objects by "GROUP.NAME", in place of their entries.
-    Raise `RefusedError` for an entry that names no class, or a class that does not extend `kind`.
+    Raise `RefusedError` for an entry without a class of this kind.
     """
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
@@ -170,8 +170,8 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 
     path: the key of this configuration, such as "method.fedprox", for errors.
     kind: `Method` or `Observer`.
-    allow: the packages besides raysim whose classes the configuration may name.
-    Raise `RefusedError` if `node` names no class, or a class that does not extend `kind`.
+    allow: packages besides raysim that the configuration may name.
+    Raise `RefusedError` if `node` names no class of this kind.
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
@@ -194,9 +194,9 @@ def build_metrics(
 ) -> dict[str, Metric]:
     """Return the metrics in `evaluate.metrics` that the user wrote, by name.
 
-    names: the names in `evaluate.metrics`. A name with dots names a function, a `raysim.Metric`, or
-    a class whose objects can be called. raysim's own metrics are skipped.
-    allow: the packages besides raysim whose functions the configuration may name.
+    names: the names in `evaluate.metrics`. A name with dots is that of a function, a
+    `raysim.Metric`, or a class whose objects can be called.
+    allow: packages besides raysim that the configuration may name.
     own: metrics that the user passed as Python objects, by name.
     Raise `RefusedError` for a metric that cannot be imported.
     """

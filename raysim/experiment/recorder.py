@@ -182,7 +182,6 @@ def record(
 
     If an error ends the run, its history is still written and its tracking closed.
     quiet: True prints only warnings and the closing line.
-    user_observers: called after raysim's.
     Raise `Interrupted` if the user stops the run.
     """
     run = current_run(experiment, folder)

@@ -87,7 +87,8 @@ def local_copy(
     If `out` is not a URL, yield the unchanged run and no observers. The end of the `with` block
     uploads new and changed files.
     console: prints a warning if files cannot be sent during the run.
-    Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the last upload fails.
+    Raise `RefusedError` for a URL that cannot be used, and `RunStoppedError` if the last upload
+    fails.
     """
     out = experiment.execution.out
     if not out or not is_url(out):

@@ -76,7 +76,7 @@ class Result:
     Models are built from the folder's files when they are needed, in this process and on the CPU.
     folder: the run's folder, or a local copy of the folder behind `url`.
     summary: as in summary.json; for an unfinished run, it is computed from the history.
-    url: the URL to which the files were sent; "" for none.
+    url: the URL to which the files were sent, or "".
     """
 
     folder: Path
@@ -158,7 +158,7 @@ class Result:
         best: True loads the round with the best validation score, or without validation samples
         with the lowest training loss. Its number is `summary["best_model"]["round"]`.
         Raise `RefusedError` if the run has not finished, if clients have personal parameters, if
-        the learner has no torch model, or with `best=True` if no round has a finite score.
+        the learner has no torch model, or if no round has a finite score for `best`.
         """
         self._refuse_personal()
         if not self._has_parameters():

@@ -179,8 +179,7 @@ def extract_overrides(
 ) -> ExtractedOverrides:
     """Separate the overrides that set arguments of the user's objects from all other overrides.
 
-    For data that are an object, "data.padding=1" is such an override.
-    overrides: texts, such as "local.lr=0.1".
+    overrides: texts, such as "data.padding=1".
     settings: Python values, by key or in nested dictionaries.
     places: the keys of the user's objects, such as "data" or "method.fedprox".
     Raise `RefusedError` for an override that replaces an object, such as "data=mnist", and for an

@@ -107,7 +107,7 @@ class SteppedRun:
     log: the file that gets the printed output and the error.
     start_events: function of the run, its folder and the checkpoint's address ("" for none), which
     starts the run and returns its events.
-    allow: the packages besides raysim whose classes the configuration may name.
+    allow: packages besides raysim that the configuration may name.
     accepts_changes: True if an unfinished run may continue with other settings.
     Raise `RunFailedError` for a run that cannot be made.
     """

@@ -52,7 +52,7 @@ class VirtualClock:
         """Return when the reply to a message arrives, if the message is sent now.
 
         If the client drops out or the message expires, an error arrives in place of the reply.
-        number: how many messages the client has received before.
+        number: the number of earlier messages to the client.
         is_training: False if the client processes no samples and replies without arrays.
         array_bytes: the size of the arrays in the message, and in the reply to a training message.
         ttl: the virtual seconds after which the message expires.

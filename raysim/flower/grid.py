@@ -65,7 +65,7 @@ class _Pending:
     """A message whose reply the ServerApp has not received yet.
 
     request: the message in the form that raysim sends to a worker.
-    dispatched: the virtual time at which the message was sent, in seconds.
+    dispatched: the virtual time of sending, in seconds.
     arrival: when the reply arrives, or when the message counts as lost.
     content: the records of the reply; None before a worker has answered, and after an error.
     header: the names of the reply's values, and the names and shapes of its arrays, or b"".
@@ -103,8 +103,7 @@ class VirtualGrid(SimpleGrid):
 
     The fleet decides when replies arrive. A call that waits for replies advances the clock.
     `timeout`, and the `ttl` of a message, are virtual seconds.
-    replies: the replies of an earlier, killed process of this run, to which new ones are added;
-    None stores nothing.
+    replies: those of an earlier, killed process of this run, to which new ones are added; or None.
     on_message: function that gets a `MessageRecord` of each message that is answered, lost or
     failed.
     """

@@ -49,7 +49,7 @@ class TrialRecord:
 
     point: the values of the searched keys.
     status: "running", "done", "stopped" (by the scheduler) or "failed".
-    rows: the rows of the history by round, with means over the seeds.
+    rows: by round, with means over the seeds.
     seconds: wall seconds of all rounds.
     score: the last value of the sweep's metric, or None.
     deviation: the standard deviation of the score over the seeds; None with one seed.
@@ -205,7 +205,7 @@ class TrialRecords:
         """Add rows to a trial's history; they replace all stored rows from their first round on.
 
         point: the searched values, which population-based training may have changed.
-        rows: a row for each round since the last report, with means over the seeds.
+        rows: a row for each round since the last report.
         seconds: the wall seconds of these rounds.
         is_done: True if the last round is among them.
         """

@@ -327,7 +327,7 @@ def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -
     """Draw the trials of a sweep as lines in a diagram of parallel coordinates.
 
     Each searched key has an axis, and the score has the last one. Trials without a finite score are
-    left out. The line of the best trial is thick, and those of stopped trials are grey.
+    left out. The best trial's line is thick, and lines of stopped trials are grey.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize

@@ -109,7 +109,7 @@ def open_trial(
     metric: the column of the history by which trials are compared.
     start_events: function that starts a run in a folder and yields its events.
     folder: the sweep's folder.
-    allow: the packages whose classes and options the configurations may use.
+    allow: packages that the configurations may use.
     accepts_changes: True if an unfinished run may continue with other settings.
     Raise `RunFailedError` for a run that cannot be made or started.
     """

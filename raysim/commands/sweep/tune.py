@@ -63,7 +63,7 @@ class TrialTask:
     """The settings that all trials of a sweep share.
 
     resources: those of a worker, or with sweep.workers=0 those of a trial's process.
-    allow: packages whose classes and options the configurations may use.
+    allow: packages that the configurations may use.
     packages: packages whose files must be the same in all processes.
     driver: the identity of the process that runs the sweep.
     mixed: `runtime.mixed`; False requires this identity of all trials.
@@ -119,8 +119,7 @@ class SweepTrial(tune.Trainable):
         """Train the trial until its next measurement; return a report for Tune and the sweep.
 
         A failed trial reports its error and the worst possible metric. In a continued sweep, a
-        trial that had ended before trains nothing. Each call returns one of its stored
-        measurements.
+        trial that had ended before trains nothing and returns its stored measurements.
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric

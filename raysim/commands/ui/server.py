@@ -38,9 +38,9 @@ UPDATE_INTERVAL_S = 5.0  # between two updates of the runs in progress
 def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
     """Show the charts of stored runs in MLflow; return 0.
 
-    folder_or_address: a folder with runs, or the http address of an MLflow server. For a folder, a
+    folder_or_address: the http address of an MLflow server, or a folder with runs. For a folder, a
     server starts on this machine and runs until Ctrl-C.
-    opens_browser: False only prints the address of the page.
+    opens_browser: False only prints the page's address.
     Raise `RefusedError` if there is nothing to show or the server cannot start.
     """
     set_mlflow_environment()
