@@ -5,8 +5,8 @@ The run's model need not be one of transformers.
 Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020).
 
 Choices
-- The loss is the run's. `local.*` sets learning rate, batch size, epochs or steps, weight decay and
-  clipping. `options` sets any argument of `TrainingArguments`, also these.
+- The loss is the run's. Learning rate, batch size, length of training, weight decay and clipping
+  come from `local.*`. `options` sets or overrides any argument of `TrainingArguments`.
 - The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job. Its
   weight decay leaves out biases and normalization layers.
 - The Trainer writes no files and reports nowhere.

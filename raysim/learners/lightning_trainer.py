@@ -5,8 +5,8 @@ To use your own module, derive a class from `LightningTrainer` and override its 
 Source: Falcon et al., "PyTorch Lightning" (2019).
 
 Choices
-- The default module has the run's loss and optimizer. Epochs or steps and clipping come from
-  `local.*`. `options` sets any argument of `lightning.Trainer`, also these.
+- The default module has the run's loss and optimizer. The length of training and clipping come from
+  `local.*`. `options` sets or overrides any argument of `lightning.Trainer`.
 - The Trainer writes no files, shows nothing and uses one device.
 """
 

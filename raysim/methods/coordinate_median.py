@@ -1,6 +1,7 @@
 """Coordinate-wise median: move each parameter by the median of the clients' updates.
 
-If fewer than half of the updates are attacks, each median lies in the range of the honest updates.
+If fewer than half of the updates come from attackers, each median lies in the range of the honest
+updates.
 
 Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
 2018), Definition 1 and Algorithm 1, option I.
@@ -8,7 +9,7 @@ Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Stat
 Departures from the paper
 - The median of an even number of values is the mean of the two middle values.
 - Weights have no effect, but updates of weight 0 are left out. BatchNorm's statistics are averaged
-  with the weights, without protection.
+  without protection.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ With c = 0 the sum of N steps is one step of Nesterov's momentum with the mean o
 Departures from the paper
 - If a schedule aggregates several updates at once, D_t is their mean. The method is meant for
   `schedule=immediate`, with weights that do not depend on samples.
-- All clients have the same settings. In the paper, slow clients make fewer local steps.
+- In the paper, slow clients make fewer local steps.
 """
 
 from __future__ import annotations

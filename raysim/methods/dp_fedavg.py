@@ -29,10 +29,8 @@ The two epsilons
   nobody.
 
 Departures from the papers
-- s is m / 20, as in the paper, but at least z, because z_D exists only for s > z / 2. With noise 0
-  no epsilon is reported.
+- s is m / 20, as in the paper, but at least z. With noise 0 no epsilon is reported.
 - All clients have the same weight. A failed client counts as an update of zero.
-- The server, not the client, clips the updates and computes b_i.
 """
 
 from __future__ import annotations
@@ -64,8 +62,8 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    With these noises, a round's two results have together the privacy loss of the sum alone with
-    `noise`. z_D and `noise` are in units of the clipping bound.
+    This sum and the number of unclipped updates together then have the privacy loss of the sum
+    alone with `noise`. z_D and `noise` are in units of the clipping bound.
     noise: the noise of the sum alone; 0 returns 0.
     bit_noise: the standard deviation of the noise on the number of unclipped updates.
     """

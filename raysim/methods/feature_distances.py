@@ -23,9 +23,9 @@ def mmd(
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
     kernel: "gaussian" sums Gaussian kernels exp(-|a - b|^2 / w) of different widths w. The middle
-    width is the mean squared distance of different rows of x and y; no gradient flows through it.
-    "moments" adds the mean squared differences of the mean rows and of the (unbiased) covariance
-    matrices.
+    width is the mean squared distance over all pairs of rows of x and y together; no gradient flows
+    through it. "moments" adds the mean squared differences of the mean rows and of the (unbiased)
+    covariance matrices.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """

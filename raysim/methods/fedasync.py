@@ -11,14 +11,14 @@ model y when the server has version t:
 The method is meant for `schedule=immediate`. `method=fedasync+fedprox` adds the paper's local term.
 
 Departures from the paper or public code
-- If an aggregation has several models, they are mixed into x one after another, and each increases
-  t by 1. In synchronous rounds the last model counts most, unlike in FedAvg.
-- easyFL's code has the hinge function 1 / (a (s - b)).
+- If an aggregation has several models, they are mixed into x one after another. In synchronous
+  rounds the last model counts most, unlike in FedAvg.
+- A model that is left out because of max_staleness still increases t.
+- easyFL's code has the hinge 1 / (a (s - b)).
 - y includes BatchNorm's statistics. To add the update y - x_tau instead, use FedBuff with a buffer
   of one update.
 - With weighting=samples, a_t is multiplied by the client's number of samples relative to the mean
   over clients, and limited to 1.
-- A model older than max_staleness is left out. t still grows.
 - The paper draws the staleness at random.
 """
 

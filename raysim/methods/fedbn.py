@@ -108,8 +108,8 @@ class FedBN(Method):
     statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
     name_rule: None finds the layers by their type. A text selects, in place of `layers`, the
     tensors whose name contains the text.
-    reestimate: True computes BatchNorm statistics from a client's samples to score the client
-    before its first job. False takes the initial model's statistics.
+    reestimate: before a client's first job, True computes BatchNorm statistics from the client's
+    samples in every evaluation. False takes the initial model's statistics.
     """
 
     name = "fedbn"

@@ -11,9 +11,8 @@ and s-_j = cos(P(z_p), P(z)):
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples with the
-target 1 / C for each of C classes. With pseudo="mixture", samples of the batch and their labels are
-also averaged.
+A pseudo-sample is a mean of samples with the target 1 / C for each of C classes. With
+pseudo="mixture", samples of the batch and their labels are also averaged.
 
 Departures from the paper
 - Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau
@@ -74,9 +73,8 @@ def contrastive_loss(
 
     z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
     z_local: embeddings of real samples by the local model.
-    tau1, tau2: the temperatures for `z_global_pseudo` and `z_local`, which are compared with
-    `z_local_pseudo`.
-    temperature_mode: "multiply" or "divide" similarities by the temperatures.
+    tau1, tau2: the temperatures of the similarities to `z_global_pseudo` and to `z_local`.
+    temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     Raises ValueError for another mode, and for a division by a temperature of 0 or less.
     """
     kappa1, kappa2 = (_similarity_scale(tau, temperature_mode) for tau in (tau1, tau2))
@@ -154,7 +152,7 @@ class FedBR(Method):
     pseudo-sample.
     tau2: the temperature of the similarity of the trained model's features of a pseudo-sample and
     of a real sample.
-    temperature_mode: "multiply" or "divide" similarities by the temperatures.
+        temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.

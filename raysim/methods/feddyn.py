@@ -11,8 +11,7 @@ of all clients:
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
 Departures from the paper or its code
-- With the run's weights, D is the weighted mean of theta_k - x^t over P. The server computes h <- h
-  - (alpha |P| / N) D and x^{t+1} <- x^t + D - h / alpha.
+- If the run sets weights, the means over P are weighted.
 - The authors' code multiplies alpha by a factor that depends on the client's share of the data.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - With alpha = 0, the method is FedAvg. A small alpha is not close to FedAvg, because h / alpha does

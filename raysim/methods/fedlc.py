@@ -87,7 +87,7 @@ def calibrated_cross_entropy(
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
     class_counts, tau, count_floor: the arguments of `calibration_margins`.
-    denominator: the softmax's sum is over "all" classes, or over all "others" than the true class.
+    denominator: "all" has all classes in the softmax's sum, "others" all but the true class.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)
@@ -103,7 +103,7 @@ class FedLC(Method):
     methods use the unchanged logits.
 
     tau: the scale of the margins.
-    denominator: the softmax's sum is over "all" classes, or over all "others" than the true class.
+    denominator: "all" has all classes in the softmax's sum, "others" all but the true class.
     count_floor: smaller counts of a class are replaced by this number. 0 leaves out classes that
     the client lacks.
     """

@@ -27,8 +27,6 @@ Departures from the paper
   separately, as granularity="tensor" does.
 - In the authors' code, all updates have the same weight, and the rule applies from the third round
   on.
-- Very small eigenvalues and projections count as 0 (see `tol`), and may make the rebuilt update
-  shorter.
 - With Mixup, the label of a sample is the class with the largest weight.
 """
 

@@ -10,8 +10,7 @@ of the received model's and of the local model's outputs, divided by tau.
 
 Departures from the paper
 - The received model is in eval mode. In the authors' code it is in train mode for the first client.
-- With Mixup, L_NTD is the mean of the values for both labels, with Mixup's weights. No paper
-  describes this.
+- With Mixup, L_NTD is averaged over both labels with Mixup's weights. No paper describes this.
 """
 
 from __future__ import annotations
