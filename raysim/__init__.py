@@ -8,8 +8,9 @@
     )
     raysim.load("runs/first").model()
 
-`study`, `sweep` and `report` compare runs. `raysim new NAME` writes a package with an example of
-each class that extends raysim. `raysim.conformance.checks` tests such a class.
+`study`, `sweep` and `report` compare runs. `build` checks a run without starting it. `raysim new
+NAME` writes a package with an example of each class that extends raysim.
+`raysim.conformance.checks` tests an object of such a class.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
     uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
 
-`steps` prints CPU seconds for each number format of raysim's frozen weights. raysim's time should
-be at most 1.05 times that of a PyTorch loop with peft in float32. `memory` prints the peak memory
-of coordinator and workers together.
+`steps` prints the CPU seconds of a job for each number format of raysim's frozen weights. raysim's
+time should be at most 1.05 times that of a PyTorch loop with peft in float32. `memory` prints the
+peak memory of coordinator and workers together.
 """
 
 from __future__ import annotations

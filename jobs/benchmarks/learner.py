@@ -2,9 +2,8 @@
 
     uv run python -m jobs.benchmarks.learner
 
-This is the CPU time of a job whose `fit` returns the parameters unchanged, minus that of a job
-whose training function does nothing. The time of two plain copies of the parameters is printed for
-comparison.
+The cost is the CPU time of a job whose `fit` returns the parameters unchanged, minus that of a job
+whose training function does nothing. The time of two copies of the parameters is printed, too.
 """
 
 from __future__ import annotations

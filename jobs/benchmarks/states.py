@@ -2,6 +2,8 @@
 
     uv run python -m jobs.benchmarks.states --clients 10000
 
+The benchmark measures:
+
 1. Checkpoints of the workload W1 of `raysim bench`, and of 10,000 clients with states of SCAFFOLD.
 2. 1,000 clients with SCAFFOLD and the model of the workload W2: first with all states in memory,
    then with nine tenths on disk.

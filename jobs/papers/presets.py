@@ -51,7 +51,7 @@ class Command:
 class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
-    column: the history column of the score, also for the rounds until an accuracy.
+    column: the history column from which the score and the rounds until an accuracy are computed.
     summary: returns the score from the rows of the history and the column's name, or None.
     factor: the factor on the score, such as 100 for percent.
     spread: returns the deviation within one run in the same way; None if the table prints none.

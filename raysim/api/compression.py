@@ -1,8 +1,7 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
-Clients send compressed updates of the shared parameters ("up"). The server sends its compressed
-step ("down"), and server and clients add the same decoded step. BatchNorm statistics and tensors of
-methods are not compressed.
+Compressors work on updates ("up") or on the server's step ("down"), which server and clients add in
+its decoded form. BatchNorm statistics and tensors of methods are not compressed.
 
 Let v be the vector to send, C(v) the vector that the receiver decodes, and m a memory that starts
 at 0:
@@ -116,9 +115,9 @@ class Compressor(Method):
     def contraction(self, layout: Layout) -> float:
         """Return f, the factor on decoded values under error feedback.
 
-        Error feedback converges if |f C(v) - v| < |v| for the decoded C(v) of every v except 0. If
-        C(v) has the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega) (EF21,
-        Section 2).
+        The proofs of convergence need |f C(v) - v| < |v| for the decoded C(v) of every v except 0.
+        If C(v) has the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega), with
+        which this holds in expectation (EF21, Section 2).
         """
         return 1.0
 

@@ -246,7 +246,7 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "muon" trains parameters of one dimension with AdamW.
+    optimizer: "muon" trains parameters with fewer than two dimensions with AdamW.
     lr: the learning rate.
     momentum, nesterov: only for "sgd".
     clip: the largest norm of a gradient; 0 for no limit.

@@ -52,7 +52,7 @@ class EvaluationData:
     """The samples that a learner is evaluated on.
 
     client: -1 for sets that belong to no client.
-    name: "client", "validation", "central", or a domain, with "central:" in front for the central
+    name: "client", "validation", "central", or a domain, which is "central:NAME" for the central
     test set.
     rows: int64 [n], the positions of the samples in the data set.
     state: the client state that the learner declared, by name; empty without a client.

@@ -358,7 +358,7 @@ class ScoredModel(PersonalModel):
 
     client: -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: "client", "central", "validation" or a domain, with "central:" in front for the central
+    name: "client", "central", "validation" or a domain, which is "central:NAME" for the central
     test set.
     state: the method's client state, by short name; empty for the shared model.
     received: the method's tensors for all clients and for this one.

@@ -213,7 +213,8 @@ class Failure:
     job: `Job.number`.
     version: the base version.
     worker: "server" if the update failed after a simulated attack.
-    method: the method whose hook raised the error or whose tensor is not finite; "" elsewhere.
+    method: the method whose hook raised the error or whose tensor is not finite; "" for other
+    errors.
     traceback: "" if there is none.
     """
 

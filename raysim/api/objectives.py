@@ -94,7 +94,7 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of a batch without labels `IGNORED`; 0 if there are no others.
+    """Return the mean loss of a batch without labels `IGNORED`; 0 if all are ignored.
 
     values: the losses, [B, ...]. If they have the shape of `labels`, the mean is over labels.
     Otherwise it is over the samples with at least one label that is not ignored, with equal
@@ -108,7 +108,7 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample, [B], without labels `IGNORED`, or 0.
+    """Return the mean loss of each sample, [B], without labels `IGNORED`; 0 if all are.
 
     If `values` does not have the shape of `labels`, all losses of a sample are averaged.
     """

@@ -65,8 +65,8 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
-    value: returns the tensor, or None to send nothing now, from the server, or from client and
-    server if `to` is "client". Without a function, the server state `name` is sent.
+    value: returns the tensor, or None to send nothing now. Its arguments are the client, if `to` is
+    "client", and the server. Without a function, the server state `name` is sent.
     floats: the size in floats: a number, or a function of the layout.
     to: "all" sends it with each version, "once" with a client's first job, "client" sends each
     client a tensor of its own.
@@ -213,8 +213,8 @@ class Setup:
     - methods: all methods of the list, with the hooks that each overrides.
     - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if an update may start from an earlier version than the current one.
-    - devices: each client's kind of device as `devices.kinds`, positions in `devices.names`. None
-      without a fleet, as in tests.
+    - devices: `devices.kinds` has the position of each client's kind of device in `devices.names`.
+      None without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 

@@ -9,8 +9,8 @@ FedScale has two pickled dictionaries with values for each client:
   repeat after "finish_time" seconds.
 
 The two describe different clients. The i-th client of `client_behave_trace` gets the i-th capacity;
-capacities repeat if there are too few. Clients that cannot be converted are left out, and numbers
-start at 0.
+capacities repeat if there are too few. Clients that cannot be converted are left out. The trace
+numbers its clients from 0.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class StudyResult:
         """Return a table of differences between settings, with intervals and p-values.
 
         The compared keys are `method` and "method.*" if they have several values, otherwise the
-        first key with several values except the seed. The first setting of these keys is compared
-        with each of the others, separately for each combination of all further keys, such as
+        first key with several values, except the seed. The first setting of these keys is compared
+        with each other setting, separately for each combination of further keys, such as
         `partition`.
 
         The table is empty if nothing can be compared. Raise FileNotFoundError if no run has
@@ -90,8 +90,8 @@ def study(
     conf: your own folders of options.
     allow: your own packages whose classes the options may use.
 
-    Raise `RefusedError` if an override or a run is impossible (nothing is written then), and
-    `Interrupted` if the user stops the study.
+    Raise `RefusedError` if an override or a run is impossible (the study's folder is not written
+    then), and `Interrupted` if the user stops the study.
     """
     if parallel < 1:
         raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it.")
