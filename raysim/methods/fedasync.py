@@ -78,7 +78,6 @@ def arrival_rates(
 
     base_versions: int64 [M], the version from which each model started.
     version: the current version when the first model arrives; each model increases it by 1.
-    alpha: the rate for staleness s = 0.
     kind, a, b: the function sigma, as in `staleness_weight`.
     max_staleness: the rate is 0 for a larger staleness; None for no limit.
     factors: [M], a factor on each rate; the product is limited to 1. None for no factors.

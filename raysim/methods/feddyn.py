@@ -11,7 +11,8 @@ of all clients:
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
 Departures from the paper or its code
-- If the run sets weights, the means over P are weighted.
+- If the run sets weights, the mean over P is weighted, and the sum over P is |P| times the weighted
+  mean.
 - The authors' code multiplies alpha by a factor that depends on the client's share of the data.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - With alpha = 0, the method is FedAvg. A small alpha is not close to FedAvg, because h / alpha does

@@ -261,11 +261,10 @@ def hierarchical_harmonized_gradient(
 ) -> Tensor:
     """Add up m updates in pairs, then the sums in pairs; return the last sum divided by m, [d].
 
-    If the inner product of a pair is negative, the projection of each vector on its partner is
-    first removed. In the last pair, the formula for the second vector uses the changed first one.
+    The module's docstring describes the pairs, and how conflicts are removed
+    ("fedgh_hierarchical").
     gradients: [m, d], the updates of one tensor of the model.
-    reference: [d], the running mean of past aggregates. Vectors are sorted by their inner product
-    with it; the first is paired with the last.
+    reference: [d], the running mean r of past aggregates.
     eps: a small number that is added to squared norms.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()

@@ -74,10 +74,8 @@ def margin_control_penalty(
 ) -> Tensor:
     """Return lam times a penalty on the logits of a batch.
 
-    logits: [B, C]; f are the logits of one sample.
-    kind: "marg_log" is the mean of log(1 + |f|^2), "logit_l2" that of |f|^2, and "threshold" that
-    of max(0, margin - threshold)^2, with the margins of `margins`. "batch_softmax" is log(1 + S),
-    where S sums p^2 over all softmax probabilities p of the batch.
+    logits: [B, C].
+    lam, kind, threshold: the settings of `MarginControl`.
     labels: int64 [B], needed for kind="threshold" only.
     Raises ValueError for an unknown kind, and for kind="threshold" without labels.
     """
@@ -244,14 +242,11 @@ def revise_gradients(
 ) -> Tensor:
     """Rebuild updates from their principal directions; return the rebuilt updates [m, d].
 
-    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l. The sum is over the principal
-    directions v_l of all updates, with the eigenvalues lambda_l.
+    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
+    all updates.
     gradients: [m, d], the original updates g_i.
-    num_components: L, the largest number of directions.
-    normalization: w_l is lambda_l / sqrt(sum_{k <= L} lambda_k^2) for "l2", and 1 for "none". "sum"
-    divides lambda_l by the sum of all eigenvalues.
-    tol: eigenvalues of at most tol times the largest one count as 0, as do projections of g_i of at
-    most tol |g_i|.
+    num_components: the largest number of directions.
+    normalization, tol: the settings of `PrincipalGradient`.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol

@@ -22,11 +22,11 @@ Departures from the paper
 - Each phase has a separate optimizer.
 - h and V are measured with the received extractor, as in the authors' code. Measurements use all
   samples of a client, in eval mode and without augmentation.
-- The extractor is in train mode while it is trained; in the authors' code it is in eval mode.
+- The authors' code trains the extractor in eval mode.
 - If the last participants have no samples of a class, a client uses its own mean features as
   prototype. In the first round R is 0.
-- Mixtures are over the participants of one aggregation. All other clients keep their last head,
-  which at first is the initial head.
+- Mixtures are over the participants of one aggregation. All other clients keep their last head, or
+  the initial one.
 - The authors' code drops eigenvalues of P below 0.01, and may then fail to find weights. Here P is
   not changed.
 - With Mixup, R is averaged over both labels with Mixup's weights.
