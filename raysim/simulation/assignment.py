@@ -294,7 +294,8 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Choose which unit of an overloaded worker or node to split; None if every unit is one job.
 
-    Choose the smallest unit whose half has at least `excess` samples, or else the largest unit.
+    Choose the smallest unit whose half has at least `excess` samples, or else the largest unit of
+    several jobs.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:

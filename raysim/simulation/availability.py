@@ -113,8 +113,8 @@ class Availability(ABC):
         """Return changes of availability up to the virtual time `horizon`, in seconds.
 
         The results are the times, and the positions in `clients` of the clients that change. At
-        most `_MAX_CHANGES` changes of a client are looked up. Changes after the first one that is
-        missing are left out.
+        most `_MAX_CHANGES` changes of a client are looked up. If that is not enough, later changes
+        of all clients are left out.
         times: float64 [clients], the next change of each client. It is set to the first change that
         is not returned.
         """
@@ -452,8 +452,8 @@ class Intervals(Availability):
         row: the number of the recording.
         begin, end: the virtual times of the repetition that contains `now`; 0 and infinity without
         `wrap`.
-        position: the index in `bounds` of the recording's first entry after `now`, or of the next
-        row.
+        position: the index in `bounds` of the row's first entry after `now`. If there is none, it
+        is the index after the row's last entry.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:

@@ -158,9 +158,9 @@ class ClientStates:
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
         """Return references to the states that a call to a worker needs.
 
-        There is one for each of `uses`; None if the worker has the state or it is the initial one.
-        Also return the number of bytes read from disk, which `release_read` must get after the
-        answer.
+        There is one reference for each of `uses`. It is None for the initial state, or if the
+        worker has the state. Also return the number of bytes read from disk. Pass it to
+        `release_read` after the answer.
 
         If the call trains a job, this worker will have the client's newest state. A copy on another
         worker is deleted.

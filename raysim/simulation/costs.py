@@ -1,8 +1,8 @@
 """Compute the costs of jobs besides time and bytes: energy of the devices, money and CO2.
 
-A job's energy is the time in which it receives, trains and sends, times the device's power in each
-of these phases. Money and CO2 follow from the energy and the client's traffic. The energy of idle
-devices is counted separately.
+A job receives, trains and sends. Its energy is the sum of the durations of these phases, each times
+the power of the device. Money and CO2 follow from the energy and the client's traffic. The energy
+of idle devices is counted separately.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class TrainCall(Call):
     floats: the number of floats that the call returns, without client states.
     updates: the received updates and failures that no aggregation has used, by the number of the
     job.
-    sums: such sums of updates, by group.
-    remote_sums: references to such sums that are still on the worker's node, by group.
+    sums: the received sums that no aggregation has used, by group.
+    remote_sums: references to unused sums that are still on the worker's node, by group.
     is_collected: True if an aggregation has used at least one update.
     """
 

@@ -53,7 +53,7 @@ def _no_clients() -> np.ndarray:
 class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
-    unseen: the scored clients that never take part in the training; `clients` has all others.
+    clients, unseen: the scored clients that take part in the training, and those that never do.
     reports: the calls of each view. This module's docstring describes the views. "mean" scores the
     mean of all replicas. "sets" is a method's own scoring.
     members: the clients whose local models the loss decomposition compares.

@@ -93,7 +93,8 @@ class Speeds:
 class Fleet:
     """A fleet: a rule that draws the simulated devices of all clients.
 
-    A subclass overrides `speeds`, or `devices` if jobs take time or are lost by other rules.
+    A subclass overrides `speeds`. It overrides `devices` instead if jobs take time, or are lost, by
+    rules of its own.
     availability: when clients are available: "always", "diurnal" or "markov". The job of a client
     that becomes unavailable is lost.
     hours: only for "diurnal": the hours of each day in which a client is available. Clients live in

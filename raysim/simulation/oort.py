@@ -52,9 +52,9 @@ class Oort(Selection):
     largest utility. All clients with a utility of at least `cutoff` * v can be drawn.
     clip: a quantile from 0 to 1. Samples times loss above this quantile is reduced to it.
     preferred: T is this percentile of the known durations of jobs. 100 ignores durations.
-    pacer_step: the number of rounds in a window. A rule called the pacer compares the chosen
-    clients' samples times loss in two successive windows.
-    pacer_delta: the percentage points that are added to `preferred` if this falls.
+    pacer_step: the number of rounds in a window. A rule called the pacer sums the mean samples
+    times loss of the chosen clients in each window.
+    pacer_delta: the percentage points that are added to `preferred` if this sum falls.
     penalty: the exponent of T / D.
     """
 

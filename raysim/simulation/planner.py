@@ -81,8 +81,8 @@ class Messages(Protocol):
     def saved(self, client: int, version: int) -> int:
         """Return by how many floats messages make a client's next download smaller.
 
-        The result is 0 for a client's first job, or if the parameters are smaller. Call this once
-        for each job, because it records that the client has `version`.
+        The result is 0 for a client's first job, or if the parameters are smaller than the
+        messages. Call this once for each job, because it records that the client has `version`.
         version: the base version of the client's next job.
         """
         ...

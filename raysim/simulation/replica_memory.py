@@ -23,7 +23,7 @@ class ReplicaMemory:
 
     The replica that changed longest ago is moved first.
     budget: the most bytes of replicas in memory.
-    folder: where their file is; "" is the system's folder for temporary files.
+    folder: the folder of the file; "" is the system's folder for temporary files.
     moves_state: False keeps the server state in memory, because all replicas share it.
     """
 

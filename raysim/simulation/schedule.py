@@ -52,8 +52,9 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are idle and available, all of them are dispatched. With a pool,
-    the schedule then decides again at once, with this pool in `View.short`.
+    If fewer than `count` clients are idle and available, all of them are dispatched. The schedule
+    decides again when a job ends or a client becomes available. With a pool, it decides again at
+    once, with this pool in `View.short`.
 
     pool: the pool (group of clients with similar speed) to draw from; -1 draws from all clients.
     """

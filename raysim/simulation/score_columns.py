@@ -31,7 +31,7 @@ def mean_score(values: np.ndarray) -> float:
 class ScoredClients(Protocol):
     """The clients whose models are scored in a round, and their scores.
 
-    unseen: the scored clients that never take part in the training; `clients` has all others.
+    clients, unseen: the scored clients that take part in the training, and those that never do.
     client_scores: for each column, pairs of client numbers and scores. `ScoreColumns` appends
     pairs.
     """

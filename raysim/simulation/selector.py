@@ -30,7 +30,7 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A forward pass in which some clients compute their loss of the current model.
 
-    The jobs of the clients that a selection rule chooses start after it.
+    A selection rule then chooses clients, whose jobs start after this pass.
 
     seconds: the virtual seconds until the slowest of these clients has sent its loss.
     work: for each client, the samples to process; each counts as `FORWARD` samples.
@@ -120,7 +120,7 @@ class Selector:
     pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
     load: returns the samples to process, and the floats to receive and to send, for a client's next
-    job. Its arguments are those of `Planner.load`.
+    job. The arguments are those of the planner's `load`.
     participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated jobs
     so far. The planner updates these arrays.
     """
@@ -223,7 +223,7 @@ class Selector:
     ) -> list[int]:
         """Return the clients that a rule chose, as a list of numbers, if the choice is allowed.
 
-        chosen: of any type.
+        chosen: the rule's choice; it may have any type.
         count: the largest number of clients that may be chosen.
         mask: bool [clients], True for a client that may be chosen.
         start: the words after the rule's name in the error, such as "select returned".

@@ -149,8 +149,8 @@ class Server:
     def sample_ends(self) -> np.ndarray:
         """The cumulative distribution for drawing clients in proportion to their training samples.
 
-        float64, with an entry for each client with samples, in order. A uniform random number in
-        [0, 1) draws the client with the first entry above it.
+        Each client with samples has an entry, float64, in the order of the clients. A uniform
+        random number in [0, 1) draws the client with the first entry above it.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -282,7 +282,7 @@ class Server:
         updates: an entry for each job, in the order of aggregation; None for a failed job.
         `Update.delta` is None if a worker has added the update to a sum.
         sums: the sums that workers have made, by the numbers of their jobs.
-        staleness: for each entry of `updates`.
+        staleness: the staleness of each entry of `updates`.
         bases: the base versions of the updates, by number.
         Raises AggregationError if the next version cannot be made.
         """

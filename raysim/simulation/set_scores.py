@@ -30,7 +30,7 @@ def is_higher_better(metric: str) -> bool:
 class ScoredSets(Protocol):
     """The clients whose models an evaluation scores, and their scores.
 
-    unseen: the scored clients that never take part in the training; `clients` has all others.
+    clients, unseen: the scored clients that take part in the training, and those that never do.
     client_scores: for each column, pairs of client numbers and scores. `SetScores` appends pairs.
     """
 

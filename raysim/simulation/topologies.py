@@ -38,10 +38,10 @@ class Hierarchical(Topology):
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
     seconds: the virtual seconds between two exchanges. Then no edge waits: the next edge that
-    aggregates starts the exchange of all edges. None means that `every` decides.
+    aggregates after this time starts the exchange of all edges. None means that `every` decides.
     assign: how clients are assigned to edges. "random": at random. "region": each edge gets clients
-    from neighbouring regions of the fleet. "data": clients with similar fractions of each class get
-    the same edge. Only with "data", sizes of edges differ by more than one client.
+    from neighbouring regions of the fleet. With both, the sizes of edges differ by at most one
+    client. "data": clients with similar fractions of each class get the same edge.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -150,17 +150,15 @@ class Clustered(Topology):
     clients point in different directions. Source: CFL, Sattler, Mueller and Samek, "Clustered
     Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
 
-    rule="loss" has `clusters` models. A client receives all models, and trains and scores the one
-    with the smallest loss on its training samples. The losses are computed in eval mode and without
-    augmentation. All models but the first draw new initial values by PyTorch's rules. Source: IFCA,
-    Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning"
-    (NeurIPS 2020), Algorithm 1 with model averaging.
+    rule="loss" has `clusters` models. A client receives all models and trains the one with the
+    smallest loss on its training samples. It is also scored with this model. The losses are
+    computed in eval mode and without augmentation. All models but the first draw new initial values
+    by PyTorch's rules. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for
+    Clustered Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
 
     clusters: the largest number of models. The arguments below are for rule="updates".
-    mean_norm: eps_1 in the paper. A cluster is split only if the norm of its mean update is below
-    it.
-    max_norm: eps_2 in the paper. A cluster is split only if the norm of its longest update is above
-    it.
+    mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
+    updates| < mean_norm and the norm of its longest update > max_norm.
     gamma: gamma_max in the paper. A cluster is split only if sqrt((1 - s) / 2) > gamma. s is the
     largest cosine between updates of different new clusters.
     start: the number of aggregations before the first split.
@@ -232,13 +230,9 @@ class Gossip(Topology):
     client can also draw such a neighbour. The exchange adds to the time and traffic of the client's
     job.
 
-    graph: which clients are neighbours:
-    - "ring": each client has two neighbours.
-    - "torus": the clients form a grid whose opposite sides are connected.
-    - "erdos_renyi": each pair of clients is connected with `probability`.
-    - "expander": `degree` / 2 rings through all clients in random order.
-    - "complete": all clients are neighbours.
-    - "edges": the pairs in `edges`.
+    graph: which clients are neighbours. "ring", "torus" and "complete" are the usual graphs.
+    "erdos_renyi" connects each pair with `probability`. "expander" has `degree` / 2 rings through
+    all clients in random order. "edges" has the pairs in `edges`.
     edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. w is the
     weight of replica j in the mean of client i, and of replica i in the mean of client j. Give a
     weight in all pairs or in none; without weights, `weights` decides. With exchange="pairwise", a
@@ -250,7 +244,7 @@ class Gossip(Topology):
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
-    probability: the probability of an edge, for graph="erdos_renyi".
+    probability: for graph="erdos_renyi".
     degree: the number of neighbours of each client, for graph="expander". A client has fewer if it
     meets a neighbour in several rings.
     """

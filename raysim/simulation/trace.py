@@ -3,7 +3,8 @@
 | column       | type              | content                                                       |
 | ------------ | ----------------- | ------------------------------------------------------------- |
 | `client`     | integer or string | the number or name of the client, different in each row       |
-| `start`      | list of numbers   | when the client becomes available, in seconds, ascending      |
+| `start`      | list of numbers   | when the client becomes available, in seconds from the start  |
+|              |                   | of its trace, ascending                                       |
 | `end`        | list of numbers   | when it stops being available, one for each start: larger     |
 |              |                   | than this start, and at most the next start                   |
 | `period`     | number            | the length of the trace in seconds, at least the last end     |

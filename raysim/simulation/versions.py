@@ -45,7 +45,7 @@ class Versions(Mapping[int, PublishedVersion]):
 
         The replica's previous version is dropped if no job needs it.
         make: returns the current version. It may be called until a newer version is published.
-        is_on_disk: True calls `make` only when a job needs the version, because it reads from disk.
+        is_on_disk: True calls `make`, which reads from disk, only when a job needs the version.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version

@@ -2,7 +2,7 @@
 
 The attackers are drawn once, among the clients with samples. y is a label of C classes, and D an
 honest update. mean and std are those of each parameter over the honest updates of the same
-aggregation.
+aggregation. `attack.kind` is one of:
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
