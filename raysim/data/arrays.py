@@ -103,8 +103,8 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     Inputs are an array, a tensor or a list [n, ...], or a pandas frame of numbers. Images are [n,
     h, w], [n, c, h, w] or [n, h, w, c]. Several inputs are a dictionary or a tuple of arrays.
 
-    Labels are [n], [n, values], [n, labels] with 0 or 1 for each label, or a list of labels or a
-    dictionary of arrays for each sample. `labels.infer_kind` decides what they mean.
+    Labels are an array [n], [n, values], or [n, labels] with 0 or 1. They may also be a list of
+    labels or a dictionary of arrays for each sample. `labels.infer_kind` decides what they mean.
 
     A third item after the labels has users [n], integers or text, for `partition=natural`.
     """
@@ -309,9 +309,10 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return a dictionary or a list of labels for each sample; None if the labels are an array.
 
-    A list of lists is an array if `kind` is "positions", if a value is neither an integer nor text,
-    if every list has one value, or if lists of integers have the same length. The last two
-    conditions do not hold if `kind` is "multilabel" and a value is neither 0 nor 1.
+    A list of lists is an array if `kind` is "positions", or if a value is neither an integer nor
+    text. It is also an array if every list has one value, or if lists of integers have the same
+    length. These two conditions do not hold if `kind` is "multilabel" and a value is neither 0 nor
+    1.
     """
     if kind == "positions":
         return None

@@ -406,7 +406,7 @@ def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> lis
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
     """Return the labels of all rows, from a column of a table.
 
-    Numbers and text become an array [n], lists of a fixed size an array [n, size], other lists a
+    Numbers and text become an array [n], and lists of a fixed size [n, size]. Other lists become a
     list of lists, and structs a list of dictionaries.
     place: the table's name in errors.
     key: the setting that names the column, for errors.
@@ -501,7 +501,7 @@ def assemble(
 ) -> Raw:
     """Return the samples of a data set; training samples come first.
 
-    inputs, labels: of the n samples, in any order.
+    inputs, labels: the n samples, in any order.
     users: [n], integers or text, each of which becomes a domain; or None.
     is_test: bool [n].
     tokens: None if inputs are not tokens.
@@ -535,8 +535,8 @@ def spread_test_rows(
 ) -> NDArray[np.bool_]:
     """Choose samples for testing; return a mask, bool [n], True for the chosen samples.
 
-    The same fraction of each user is chosen, evenly spread. If each sample has one class, it is the
-    same fraction of each class of each user, and samples without a label are never chosen.
+    The same fraction of each user is chosen, evenly spread. If each sample has one class, the
+    fraction is that of each class of each user, and samples without a label are left out.
     users: [n], or None.
     """
     groups = np.zeros(len(labels.values), np.int64)

@@ -35,10 +35,9 @@ class _Corpus(Source):
 
     length: the largest number of tokens in a sample. Longer documents are cut into several samples.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
-    packing: True joins all documents of a client with partition=natural before it cuts them into
+    packing: True joins all documents of a client of partition=natural before it cuts them into
     samples. False begins a new sample with each document.
-    test_fraction: the fraction at the end of each document that is for testing if there are no test
-    files.
+    test_fraction: the fraction at the end of each document for testing, if there are no test files.
     """
 
     length: int = 128

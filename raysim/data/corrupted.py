@@ -33,10 +33,9 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
     """Return the data set with the source's corruptions, or `clean` if the source has none.
 
-    First, labels become wrong (`data.label_noise`). Then images are rotated (`data.rotation`);
-    without domains, each angle becomes one. Last, blocks of pixels are replaced by their mean
-    (`data.pool`).
-
+    First, labels become wrong (`data.label_noise`). Then images are rotated (`data.rotation`). In a
+    source with one domain, each angle becomes a domain. Last, blocks of pixels are replaced by
+    their mean (`data.pool`).
     partition: the rows of each client, by which noise and angles are drawn.
     """
     is_rotated = source.rotation.per != "none"

@@ -74,9 +74,9 @@ class Partition:
     """The training, test and validation rows of each client.
 
     train: unseen clients have none here.
-    validation: for choosing settings or rounds, or None.
+    validation: rows for choosing settings or rounds, or None.
     spare: training rows that `partition.fraction` left out, or None.
-    unseen: the ascending numbers of the clients that are never trained; or None.
+    unseen: the ascending numbers of the clients that are never trained, or None.
     with_unseen: the training rows of all clients; None without unseen clients.
     """
 

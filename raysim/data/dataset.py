@@ -46,7 +46,7 @@ class Samples:
     labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs].
     domains: [n], the number of each row's domain.
     class_names: the names of the model's outputs.
-    domain_names: by the domain's number.
+    domain_names: the names of the domains, by number.
     tokens: None if inputs are not token sequences.
     columns: the columns of inputs, labels and users, for the plan of a run.
     fields, targets: a description of each array in a row of `inputs` or `labels`; () for a single

@@ -66,7 +66,7 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     `unpack_targets` restores the arrays.
     targets: arrays by name for each sample, such as "boxes" [k, 4]. Only k may differ.
     place: the name of the data in errors.
-    Raise ValueError for other names or shapes, and for values that a float32 cannot hold.
+    Raise ValueError for names or shapes that differ, and for values that a float32 cannot hold.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

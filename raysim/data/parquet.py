@@ -67,13 +67,13 @@ class Parquet(TableSource):
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}.
     `data.columns` replaces it.
     label: the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. "label" accepts another usual name, such
-    as "y".
+    label_column: the column of labels if `label` is None. The default accepts another usual name,
+    such as "y".
     user: the column of users, which must exist. None uses `domain_column`.
     domain_column: the column of users if `user` is None. If it is missing, another usual name is
     accepted, such as "client".
-    test_fraction: the fraction of each class of each domain that is for testing without test files.
-    With None, every folder must have test files.
+    test_fraction: the fraction of each class of each domain for testing, in folders without test
+    files. With None, every folder must have test files.
     """
 
     root: str | list[str] | None = None

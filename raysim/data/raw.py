@@ -105,8 +105,8 @@ class Source:
     label_noise: the share of each client's training labels that change to another class.
     rotation: the rotation of images (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
-    mean, std: one value for all channels, or a list with one per channel. Inputs x become (x -
-    mean) / std, after images are scaled to [0, 1]. None does not normalise.
+    mean, std: lists with one value, or with one per channel. Inputs x become (x - mean) / std,
+    after images are scaled to [0, 1]. None does not normalise.
     augment: any of "resized_crop", "crop", "flip", "rotate", "jitter" and "grey", for images in
     training.
     crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations (see

@@ -78,7 +78,7 @@ class WebDataset(Source):
     label: the ending of the label's file, by default a usual one, such as "cls". A label is an
     integer, text, an array, a picture whose pixels are classes, or JSON.
     user: the ending of the user's file, by default a usual one, such as "user", if there is one.
-    test_fraction: the fraction of each class of each user that is for testing without test files.
+    test_fraction: the fraction of each class of each user for testing, if there are no test files.
     length: the largest number of tokens of a text; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.

@@ -150,7 +150,8 @@ def dirichlet_client_split(
 ) -> CSR:
     """Give clients samples without replacement, one by one; return the rows of each client.
 
-    `draw_classes` draws the class of each sample, and explains the first arguments.
+    `draw_classes` draws the class of each sample; it explains `proportions`, `turns` and
+    `uniforms`.
 
     labels: the class of each row, [n].
     order: a permutation of the rows, in which the samples of a class are given out, [n].

@@ -23,7 +23,7 @@ class Stored(Source):
     name: the folder inside `root`; case, blanks, hyphens and underscores do not matter. None if
     `root` is the folder of the data set.
     image_column, label_column, domain_column: columns in Parquet files.
-    test_fraction: the share of each class of each domain that is for testing, without a test split.
+    test_fraction: the share of each class of each domain for testing, if there is no test split.
     """
 
     root: str | None = None

@@ -43,7 +43,7 @@ class TextTable(TableSource):
     user: the column of users, which partition=natural makes clients; None finds a usual name, such
     as "user" or "client".
     targets: columns that together are one structured target, in place of a label.
-    test_fraction: the fraction of each class of each user that is for testing without a test file.
+    test_fraction: the fraction of each class of each user for testing, if there is no test file.
     """
 
     root: str | None = None

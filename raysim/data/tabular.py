@@ -30,10 +30,10 @@ ROWS = ".rows"  # end of the name of the number of rows that each sample has in 
 class Tabular(Source):
     """A source of a scikit-learn table; columns are scaled to mean 0 and standard deviation 1.
 
-    The training rows give the scale. The labels of breast_cancer and wine are classes. That of
+    The training rows give the scale. The labels of breast_cancer and wine are classes. The label of
     diabetes is a value, which is scaled like the columns.
     name: "breast_cancer", "wine" or "diabetes".
-    test_fraction: the fraction of each class, or of all samples of diabetes, that is for testing.
+    test_fraction: the fraction of each class, or of all samples of diabetes, for testing.
     """
 
     name: TableName
@@ -81,12 +81,12 @@ class NumPy(Source):
     user [n]: the user of each sample, for partition=natural; this array may be missing.
 
     Several inputs are arrays x.NAME, and several targets are arrays y.NAME. If samples have
-    different numbers of entries, y.NAME has all entries one after another, and y.NAME.rows [n] the
-    numbers.
+    different numbers of entries, y.NAME has all entries one after another, and y.NAME.rows [n] has
+    these numbers.
 
     root: the folder with the files.
     padding: the token number that fills up short sequences in the files.
-    test_fraction: the fraction of each class of each user that is for testing without test.npz.
+    test_fraction: the fraction of each class of each user for testing, if there is no test.npz.
     """
 
     root: str | None = None
@@ -127,7 +127,7 @@ class Npz(Source):
     numbers. Each file is a user, which partition=natural makes a client.
     root: the folder with the folders train and test.
     padding: the token number that fills up short sequences in the files.
-    test_fraction: the fraction of each class of each user that is for testing without test files.
+    test_fraction: the fraction of each class of each user for testing, if there are no test files.
     """
 
     root: str | None = None
@@ -273,8 +273,8 @@ def _concatenate(
 ) -> dict[str, NDArray[Any]]:
     """Concatenate the arrays that have the same name in all archives; return them by name.
 
-    Raise ValueError if an archive lacks an array of the first one, or if arrays of the same name
-    differ in type or in the shape of a row.
+    Raise ValueError if an archive lacks an array of the first one. Raise it also if arrays of one
+    name differ in type or in the shape of a row.
     names: the archives' file names, for errors.
     """
     first, first_name = archives[0], names[0]

@@ -225,7 +225,8 @@ def draft(
 ) -> tuple[Node, dict[str, str]]:
     """Return the configuration that all trials of a sweep have in common, and the wrong keys.
 
-    `complete_draft` makes a trial's configuration from it. Wrong keys have an error text.
+    `complete_draft` makes a trial's configuration from it. The second result has an error text for
+    each wrong key.
     overrides: texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.

@@ -105,8 +105,8 @@ def run(
     and the central test samples.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first one, or
-    else `evaluate.metric`, chooses the best trial of a sweep and the best round on validation
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. `evaluate.metric`,
+    or else the first one, chooses the best trial of a sweep and the best round on validation
     samples.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To

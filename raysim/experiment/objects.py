@@ -106,8 +106,9 @@ def separate_objects(
 
     Return the objects, by group or "method.NAME", and the values: names of options and dictionaries
     of settings, by group. The value of "method" is a list of names.
-    parts: the arguments by group; None was not passed. A dictionary for "data" counts as an object.
-    methods: objects or names; None was not passed.
+    parts: the arguments by group, each of which may be None. A dictionary for "data" counts as an
+    object.
+    methods: objects or names, or None.
     Raise `RefusedError` if `methods` is not such a list, or contains a method object twice.
     """
     options: dict[str, object] = {}

@@ -157,8 +157,8 @@ class Result:
         Its `state_dict` has the same keys as that of the user's model.
         best: True loads the round with the best validation score, or without validation samples
         with the lowest training loss. Its number is `summary["best_model"]["round"]`.
-        Raise `RefusedError` if the run has not finished, if clients have personal parameters, if
-        the learner has no torch model, or if no round has a finite score for `best`.
+        Raise `RefusedError` if the run has not finished, if clients have personal parameters, or if
+        the learner has no torch model. Raise it for `best` if no round has a finite score.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -225,8 +225,8 @@ class Result:
 
         It has the final shared tensors and the client's personal tensors. With a method such as
         Ditto, it is the client's personal model.
-        Raise `RefusedError` if no client has this number, if the run has not finished, or if the
-        last round has no checkpoint, which client states, clients' own models and replicas need.
+        Raise `RefusedError` if no client has this number, or if the run has not finished. Clients'
+        states and models, and replicas, also need a checkpoint of the last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))

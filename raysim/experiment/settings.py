@@ -32,8 +32,8 @@ class RuntimeOptions(RayOptions):
     measurements.
     graph: True records each training step once and replays the recording. None chooses what was
     fastest in our measurements.
-    precision: the number format of matrix products in a training step: "float32", "tf32" (on a GPU)
-    or "bfloat16". Parameters are always float32.
+    precision: the format of matrix products in training: "float32", "tf32" (on a GPU) or
+    "bfloat16". Parameters are always float32.
     """
 
     name: Literal["inprocess", "local", "cluster"] = "local"

@@ -49,7 +49,7 @@ class TrialRecord:
 
     point: the values of the searched keys.
     status: "running", "done", "stopped" (by the scheduler) or "failed".
-    rows: by round, with means over the seeds.
+    rows: the history's rows by round, with means over the seeds.
     seconds: wall seconds of all rounds.
     score: the last value of the sweep's metric, or None.
     deviation: the standard deviation of the score over the seeds; None with one seed.
