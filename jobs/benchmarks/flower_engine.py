@@ -89,7 +89,7 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
 
     Return "seconds_per_round" for "raysim" and "flower", "ratio" (raysim's seconds divided by those
     of Flower's engine, median) and "limit", the largest accepted ratio.
-    engine: the path of the Python interpreter that has Flower's engine.
+    engine: the Python interpreter of Flower's engine.
     blocks: the number of measurements of each simulator.
     """
     seconds: dict[str, list[float]] = {"raysim": [], "flower": []}

@@ -57,7 +57,7 @@ class PublishedVersion:
     version: the number of aggregations before it.
     vector: [layout.shared], shared parameters, then buffers of floats.
     counters: int64 [layout.shared_counters], shared buffers of integers.
-    extras: the tensors that methods send to all clients, by "method.name".
+    extras: the methods' tensors for all clients, by "method.name".
     mark: "" if clients train from this vector; else such as "scored 0".
     number: the position among the versions of all replicas.
     """
@@ -90,9 +90,9 @@ class Job(NamedTuple):
     number: the position in the run's order of dispatch.
     participation: the number of this client's earlier jobs that were dispatched.
     version: the number of the base version.
-    state: the job whose final client state this job starts from; -1 means the initial state.
-    weight: the weight of the update in a weighted sum, not normalised.
-    extras: the tensors that only this client receives, by "method.name".
+    state: the job in whose final client state this job starts; -1 means the initial state.
+    weight: the weight of the update, not normalised.
+    extras: the tensors for this client only, by "method.name".
     pool: the pool from which the client was drawn; -1 means all clients.
     start, finish: the virtual seconds of the dispatch, and of the arrival or the loss.
     work: the training work in samples; a forward pass alone counts 1/3.

@@ -67,11 +67,10 @@ class Send:
 
     value: returns the tensor, or None to send nothing now. Its arguments are the client, if `to` is
     "client", and the server. Without a function, the server state `name` is sent.
-    floats: the size in floats: a number, or a function of the layout.
     to: "all" sends it with each version, "once" with a client's first job, "client" sends each
     client a tensor of its own.
     when: returns True if traffic and virtual time count the tensor for a job.
-    varies: True if the size may differ between versions; `floats` is the size in version 0.
+    varies: True if `floats` is only the size in version 0.
     """
 
     name: str
@@ -443,8 +442,8 @@ class Setup:
         again when it continues a run; the value must be the same.
         when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
         other jobs must not use it.
-        varies: True allows other sizes than `floats` after version 0, without `once` and `when`.
-        Planning then waits for the real size.
+        varies: True allows other sizes than `floats` after version 0, without `once` and `when`;
+        planning then waits for the real size.
         """
         if varies and (once or when is not always):
             raise ValueError(

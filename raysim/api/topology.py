@@ -72,7 +72,6 @@ class Federation:
 
     counts: int64 [clients], the number of training samples of each client.
     weighting: "samples" or "uniform", before methods change the weights.
-    floats: the number of floats of a replica.
     label_counts: returns each client's samples of each class, [clients, classes], or None without
     classes.
     regions: returns each client's region [clients], or None without regions.

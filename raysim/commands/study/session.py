@@ -85,7 +85,6 @@ def study(
         result = raysim.study("method=fedavg,fedprox seed=0..4 rounds=20 out=studies/mine")
         result.runs, result.differences
 
-    parallel: the number of runs at a time.
     metrics: the metrics to compare; () means the usual ones.
     conf: your own folders of options.
     allow: your own packages whose classes the options may use.

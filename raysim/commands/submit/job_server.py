@@ -165,7 +165,6 @@ class ConnectionToJob:
     the job server does not know the job.
 
     client: the result of `connect`.
-    job: the id of the Ray job.
     write: function that gets the job's output.
     say: function that gets a line about a broken connection.
     """

@@ -346,7 +346,6 @@ def submit(
     address: the job server of the cluster; None reads Ray's environment variables.
     extra: the files and folders of --with.
     limit_mb: the largest size of the files in MB.
-    environment: the file of --runtime-env.
     wait: True prints the job's output until its end; False returns 0 after the start.
 
     Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the job server no

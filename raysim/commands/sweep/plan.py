@@ -66,20 +66,20 @@ class SweepOptions:
 
     A trial is one value for each searched key.
 
-    search: "random" draws trials, "grid" tries all combinations, and "optuna" proposes trials from
-    the scores of earlier ones.
+    search: "random" draws trials, "grid" tries all combinations, "optuna" learns from earlier
+    trials.
     scheduler: "asha" stops worse trials early (asynchronous successive halving). "pbt" replaces
     worse trials by changed copies of better ones (population-based training).
     trials: null tries all combinations with search="grid", and 16 trials otherwise.
-    metric: the column of the history whose last value compares trials. null takes the main metric:
-    on validation samples if all trials have them, else on the central test set or, without this
-    set, on the clients' test sets.
+    metric: the history column whose last value compares trials. null takes the main metric: on
+    validation samples if all trials have them, else on the central test set or the clients' test
+    sets.
     mode: "max" if a higher metric is better, else "min"; null decides by the metric.
     seeds: the number of runs of each trial, whose means are compared.
     concurrent: the number of trials at a time; null means as many as fit.
     workers: the number of workers of each run; 0 trains in the process of the trial.
     grace: the round of the first decision of "asha".
-    reduction: the factor by which each decision of "asha" reduces the number of trials.
+    reduction: the factor by which each decision of "asha" divides the number of trials.
     interval: the rounds between two exchanges of "pbt".
     minutes: the time limit of the sweep; null sets none.
     """
