@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from string import ascii_lowercase
 
-from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
+from jobs.papers.presets import AVERAGES, PAPER_RUNS, Command, PaperRuns, Score
 from jobs.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
@@ -92,10 +92,14 @@ class Entry:
 
     @property
     def is_comparable(self) -> bool:
-        """Return False if all runs use the same data set, and it is not the paper's.
+        """Return False if our scores cannot be compared with the printed number.
 
-        The scores can then not be compared.
+        This is so if all runs use the same data set, and it is not the paper's. It is also so if
+        the number is an average over domains, and a run has other domains.
         """
+        has_other_domains = any("data.domains=" in match.setting for match in self.matches)
+        if self.cell.column in AVERAGES and has_other_domains:
+            return False
         return self.dataset == self.cell.dataset
 
     @property

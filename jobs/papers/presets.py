@@ -267,6 +267,7 @@ FRAUG_DOMAINS = {
     "pacs": {"A": "art", "C": "cartoon", "P": "photo", "S": "sketch"},
     "digits": {"MT": "mnist", "MM": "mnist_m", "SV": "svhn", "UP": "usps"},
 }
+AVERAGES = ("Avg", "avg")  # the columns with an average over the domains
 HEAD_EPOCHS = 10  # of the head in Table 1; not stated in the paper
 FRAUG_NOTES = {
     "fraug/table1": (
@@ -311,7 +312,7 @@ def fraug_score(table: Table, cell: Cell) -> Score:
     """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     letter = cell.column
-    if letter in ("Avg", "avg"):
+    if letter in AVERAGES:
         return Score(
             kind,
             last,

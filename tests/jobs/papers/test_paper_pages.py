@@ -343,6 +343,17 @@ def test_paper_page_names_the_scale_of_each_column(
         assert f"Scale `{name}`, small CNN" in table and f", Dirichlet {alpha}, rate 0.1" in table
 
 
+def test_average_over_other_domains_has_no_difference_from_the_paper(tmp_path: Path) -> None:
+    history = [{"round": 0, "accuracy_best": 0.5, "accuracy_best.mnist": 0.6}]
+    words = ["experiment=fraug/digits", "method=[]"]
+    run = make(tmp_path / "a", words, history)
+    text = " ".join(compare("fraug/table2", [run], WIDE).split())
+    assert "FedAvg 96.85 ± 0.1 60.00 -36.85" in text and "FedAvg 85.62 ± 0.2 50.00 -35.62" in text
+    run = make(tmp_path / "b", [*words, "data.domains=[mnist,mnist_m,usps,digits]"], history)
+    text = " ".join(compare("fraug/table2", [run], WIDE).split())
+    assert "FedAvg 96.85 ± 0.1 60.00* -36.85" in text and "FedAvg 85.62 ± 0.2 50.00* –" in text
+
+
 def test_paper_page_gives_the_command_of_the_paper_for_a_domain_that_no_run_has(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
