@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return labels as rows of probabilities, [..., C].
+    """Return labels as rows of class probabilities, [..., C].
 
-    labels: class numbers, int64 [...], which become one-hot rows; or rows of probabilities, floats
-    [..., C], which are returned unchanged.
+    labels: class numbers, int64 [...]; or probabilities, floats [..., C], which are returned
+    unchanged.
     num_classes: the number C of classes.
-    dtype: the type of the one-hot rows.
+    dtype: the type of the rows made from class numbers.
     """
     if labels.is_floating_point():
         return labels
@@ -52,11 +52,9 @@ def mixed_batch(
 ) -> dict[str, Tensor]:
     """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
-    inputs: [B, ...].
-    labels: int64 [B] or rows of probabilities [B, C].
+    labels: int64 [B], or rows of probabilities [B, C].
     num_classes: the number C of classes.
-    lam: the weight of a sample, from 0 to 1: a number or a scalar tensor. The sample's partner has
-    the weight 1 - lam.
+    lam: the weight of a sample, from 0 to 1. The sample's partner has the weight 1 - lam.
     permutation: int64 [B], the position of each sample's partner in the batch.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
@@ -84,9 +82,8 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
 class Mixup(Method):
     """A method that trains on weighted means of two samples and of their labels.
 
-    The targets of a mixed batch are rows of probabilities. `Batch.pair` keeps the labels of both
-    samples and the weight lam, for methods that need class numbers.
-    alpha: the parameter of the Beta distribution from which the weight of a batch is drawn.
+    `Batch.pair` keeps the labels of both samples, for methods that need class numbers.
+    alpha: both parameters of the Beta distribution from which each batch's weight is drawn.
     """
 
     name = "mixup"

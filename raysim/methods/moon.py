@@ -99,10 +99,10 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Declare the client state: the vectors of the client's previous models.
+        """Declare the client state: the vectors of the client's previous models, [count, d].
 
-        The state is [count, layout.total], where count is at most the setting `previous`. Before
-        the client's first job it has no entries. With mu=0 there is no such state.
+        count is 0 before the client's first job, and at most the setting `previous`. With mu=0,
+        there is no such state.
         """
         run.needs("features")
         if self.mu:

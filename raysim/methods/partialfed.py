@@ -54,11 +54,9 @@ BATCHNORM = nn.modules.batchnorm._BatchNorm
 def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Tensor:
     """Return a mask, bool [num_layers]: True for the layers that clients load from the server.
 
-    num_layers: the number of layers of the model.
     strategy: "bottom_up" loads the first `num_loaded` layers, "top_down" the last ones.
-    num_loaded: the number of layers to load.
 
-    Raises ValueError for another strategy, and for more layers than the model has.
+    Raises ValueError for an unknown strategy, or if `num_loaded` is not from 0 to `num_layers`.
     """
     one_of("method.partialfed.strategy", strategy, get_args(CountedStrategy))
     if not 0 <= num_loaded <= num_layers:
@@ -93,8 +91,8 @@ def partial_initialize(
 
     global_layers: the received values of each of L layers.
     local_layers: the client's values of each layer.
-    load_global: [L], from 0 to 1, the weight of the received values in the mixture of each layer;
-    or bool, True for the received values and False for the client's values.
+    load_global: [L], from 0 to 1, the weight of each layer's received values; or bool [L], True for
+    the received values alone, False for the client's values alone.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -218,11 +216,10 @@ class PartialFed(Method):
         return self.policy_steps * min(self.policy_batch, job.samples)
 
     def begin(self, job: LocalJob) -> None:
-        """Start training from the received model, with some layers of the client's own model.
+        """Start from the received model, with some layers of the client's last trained model.
 
-        The client's own model is the model that the client trained last. In two cases, the client
-        starts from the received model alone: it has no own model yet, or its own model is more than
-        `max_staleness` aggregations old.
+        If the client's last trained model is missing, or more than `max_staleness` aggregations
+        old, all layers are the received ones.
         """
         job.report["loaded"] = 1.0
         if not len(job.state["model"]) or self._is_stale(job):
@@ -291,10 +288,9 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Train the policy for `policy_steps` steps; return which of the L layers the job loads.
+        """Train the policy for `policy_steps` steps; return which of L layers the job loads.
 
-        The result, bool [L], is True for layers that the job loads from the server. The model does
-        not change.
+        The result is bool [L], True for a layer to load from the server. The model does not change.
         layers: the paths of the model's L layers.
         """
         logits = job.state["logits"].clone()
@@ -372,13 +368,11 @@ def _mix(
 
 
 def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
-    """Return the model's shared tensors by path, as mixtures of received and previous values.
+    """Return the shared tensors by path, mixed from received and previously trained values.
 
-    The previous values are those that the client trained last. The result is differentiable with
-    respect to `shares`.
+    The result is differentiable with respect to `shares`.
     layers: the paths of the model's L layers.
-    shares: [L], from 0 to 1: the weight of a layer's received values. The previous values have 1
-    minus this weight.
+    shares: [L], from 0 to 1, the weight of each layer's received values.
     """
     entries = [
         entry for entry in job.layout.entries if entry.network == "model" and not entry.personal

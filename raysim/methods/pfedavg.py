@@ -37,8 +37,8 @@ ModelMode: TypeAlias = Literal["after_local", "finetune", "finetune_last"]
 class PFedAvg(Method):
     """FedAvg that scores each client with a model adapted to the client's data.
 
-    mode: the client's model: "after_local" is its last trained model, "finetune" the shared model
-    after fine-tuning. "finetune_last" fine-tunes only after the last round.
+    mode: "after_local" scores the client's last trained model, "finetune" the shared model after
+    fine-tuning. "finetune_last" fine-tunes only after the last round.
     adapt_epochs: the epochs of fine-tuning.
     head_only: True fine-tunes only the head.
     """
@@ -65,8 +65,8 @@ class PFedAvg(Method):
     def setup(self, run: Setup) -> None:
         """Declare how clients get the models with which they are scored.
 
-        With mode="after_local", this is the trained model, which the client keeps as client state.
-        With all other modes, the shared model is fine-tuned on the client's data before scoring.
+        With mode="after_local", the client state keeps the trained model. All other modes fine-tune
+        the shared model before scoring.
         """
         if self.mode == "after_local":
             run.client_state("model", lambda samples: torch.empty(0))

@@ -137,9 +137,8 @@ class PseudoData:
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
         """Store the means that all clients sent before round 0 in the server state.
 
-        With refresh="round", the server stores all means, and `draw` later draws from them in each
-        round. With refresh="once", the server draws the means of the whole run now. It stores only
-        the drawn means; the setting `rows` is their number.
+        With refresh="once", store only a random part of the means, for the whole run. The setting
+        `rows` is the size of this part.
         parts: {"pool": a list of the clients' means, in the order of the client numbers}.
         """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
@@ -194,11 +193,11 @@ def class_chances(labels: np.ndarray) -> np.ndarray:
 
 # --- means of clients' samples ----------------------------------------------------------------
 def client_means(client: Contribution, size: tuple[int, int], sources: str) -> np.ndarray:
-    """Return means of the client's own samples, drawn with replacement: [size[0], ...].
+    """Return means of samples drawn from the client with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: with "classes", all of the client's classes have the same probability. With "balanced"
-    and "unbalanced", all samples have the same probability.
+    sources: with "classes", all of the client's classes are equally probable. With other values,
+    all samples are equally probable.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -239,11 +238,11 @@ def rows_by_samples(
 
 
 def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and the width of some clients' intervals in [0, 1), both float64 [k].
+    """Return the start and the width of k clients' intervals in [0, 1), both float64 [k].
 
-    The width of an interval is the probability of its client.
-    ends: float64 [all clients], the ends of all intervals: cumulative probabilities.
-    clients: int64 [k], the numbers of the clients.
+    The width is the probability of the client.
+    ends: float64 [all clients], the ends of the intervals of all clients.
+    clients: int64 [k], the client numbers.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
@@ -326,9 +325,8 @@ def proxy_means(
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
     """Raise ValueError if a public set does not fit the data on which the run trains.
 
-    Its inputs must have the shape of the run's inputs. The mean and the deviation of `proxy` must
-    have one value, or one value for each channel.
-    proxy: the source of the public set, with the mean and the deviation of its channels.
+    The inputs of both must have the same shape. `proxy.mean` and `proxy.std` must be None, or have
+    one value or one value for each channel.
     dataset: the public set, which `proxy` has built.
     """
     shape, (channels, *size) = dataset.shape, run.task.shape

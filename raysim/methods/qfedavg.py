@@ -102,8 +102,7 @@ class QFedAvg(Method):
         """Multiply each client's weight by F^q, and replace the divisor of the sum of updates.
 
         F is the loss of the received model on the client's data, and q is the setting `q`. The
-        function `divisor` computes the number by which the aggregation then divides the sum of
-        updates.
+        function `divisor` computes the new divisor.
         """
         losses = [max(float(loss), LEAST_LOSS) for loss in aggregation.uploads("loss")]
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]

@@ -1,7 +1,7 @@
 """Ramps: weights between 0 and 1 that grow over the rounds of a run.
 
-Sources: "exp" is the ramp of FRAug (Chen et al., ICCV 2023); "laine_aila" is the ramp of Laine and
-Aila, "Temporal Ensembling for Semi-Supervised Learning" (ICLR 2017).
+The ramp "exp" is from FRAug (Chen et al., ICCV 2023), and "laine_aila" from temporal ensembling
+(Laine and Aila, ICLR 2017).
 """
 
 from __future__ import annotations

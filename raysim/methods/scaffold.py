@@ -70,10 +70,9 @@ def updated_control_variate(
     It is client_control - server_control + (global_params - local_params) / (K lr). K is
     `effective_steps(num_steps, momentum)`. All vectors are [d].
 
-    global_params: the received parameters.
-    local_params: the trained parameters.
+    global_params, local_params: the received and the trained parameters.
     lr: the mean learning rate of the steps.
-    Raises ValueError if there was no step, if lr is 0, or if the momentum is outside [0, 1).
+    Raises ValueError if num_steps or lr is 0, or if momentum is outside [0, 1).
     """
     if lr <= 0.0:
         raise ValueError(
@@ -89,9 +88,8 @@ def server_control_variate(
 ) -> Tensor:
     """Return the server's next control variate [d]: server_control + total / num_clients.
 
-    total is the sum of `control_deltas` over the participants.
+    total is the sum of the rows of control_deltas.
 
-    server_control: [d], the server's control variate.
     control_deltas: [m, d], the change of each participant's control variate.
     num_clients: the number of all clients, absent clients included.
     """

@@ -104,9 +104,9 @@ def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
 class StreamingDiLoCo(Method):
     """A method that synchronises one fragment of the model in each round.
 
-    fragments: the number P of fragments.
-    server_lr: the server's learning rate eta.
-    momentum: the factor beta of the server's momentum.
+    fragments: the number of fragments.
+    server_lr: the server's learning rate.
+    momentum: the factor of the server's momentum.
     pattern: how layers are divided into fragments, "strided" or "sequential"; see `fragments_of`.
     """
 

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
 
 def num_trimmed(count: int, share: float) -> int:
-    """Return how many largest values, and how many smallest ones, a trimmed mean leaves out.
+    """Return how many values are left out at each end: count * share, rounded down.
 
-    These two numbers are equal: count * share, rounded down.
     count: the number of all values.
-    share: the share that is left out at each end: 0.2 leaves out the largest 20 % and the smallest
-    20 %.
+    share: 0.2 leaves out the largest 20 % and the smallest 20 % of the values.
     """
     # 0.29 x 100 is 28.999999999999996 in floating point.
     return int(share * count + 1e-9)
@@ -43,8 +41,7 @@ def num_trimmed(count: int, share: float) -> int:
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     """Return the mean of each column of `updates` [m, d], without its extreme values.
 
-    share: the share that is left out at each end: 0.2 leaves out the largest 20 % and the smallest
-    20 % of the m values.
+    share: 0.2 leaves out the largest 20 % and the smallest 20 % of the m values.
     """
     count = len(updates)
     cut = num_trimmed(count, share)

@@ -59,9 +59,7 @@ def supervised_contrastive_loss(
 
     features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
-    temperature: the scalar products of features are divided by it.
-    base_temperature: the divisor in the factor above. VHL uses the same value as for `temperature`,
-    so that the factor is 1.
+    temperature: the divisor of the scalar products of features.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -120,10 +118,10 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: 
     """Pad images with zeros, crop them to their old size, and flip some; return [B, c, h, w].
 
     images: [B, c, h, w].
-    down, right: int64 [B], the top left corner of each crop in the padded image, in pixels: from 0
-    to 2 * padding.
+    down, right: int64 [B], the top left corner of each crop in the padded image, from 0 to
+    2 * padding pixels.
     flip: int64 [B], 1 mirrors the image from left to right.
-    padding: the number of zero pixels that are added at each edge.
+    padding: the number of zero pixels at each edge.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -241,10 +239,8 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
-        Each batch is assumed to have as many virtual as real samples. So the cost is the number of
-        the job's trained samples. It is twice this number if another method changes the inputs of a
-        batch. VHL then also trains on the unchanged real samples, which cost as much as the virtual
-        samples.
+        Each batch is assumed to have as many virtual as real samples. If another method changes the
+        inputs of a batch, the cost doubles: VHL then also trains on the unchanged real samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
@@ -267,10 +263,10 @@ class Vhl(Method):
 
     # --- a client's job ------------------------------------------------------------------------
     def draw_views(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the virtual images of each step, with a random crop and flip for each image.
+        """Draw the virtual images, crops and flips of each step: int64 [4, batch] for each step.
 
-        Each tensor is int64 [4, batch]: the numbers of the images, the two offsets of the crops
-        (pixels), and 1 for a flipped image.
+        The four rows are the numbers of the images, the two offsets of the crops (pixels), and 1
+        for a flipped image.
         """
         steps, size = job.plan.steps, self.virtual_batch
         rows = [generator.choice(self.virtual, size=(1, size), replace=False) for _ in range(steps)]
@@ -291,9 +287,8 @@ class Vhl(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add two terms to the loss: a cross-entropy of virtual images, and an alignment loss.
 
-        The first term is alpha times the cross-entropy. The second term is `alignment_loss` with
-        the weights gamma and kappa. After the first `align_epochs` epochs of a job, there is no
-        second term.
+        The setting alpha is the weight of the first term; gamma and kappa are weights in the second
+        term. After a job's first `align_epochs` epochs, there is no second term.
         """
         if not self._needs_virtual(job):
             return loss

@@ -1,7 +1,7 @@
 """CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
-It follows the code of Hassani et al. (2021), whose blocks differ from usual transformer blocks (see
-`Block`). Their code also defines an output layer that it never uses; raysim leaves this layer out.
+It follows the code of Hassani et al. (2021), without an output layer that their code never uses.
+`Block` says how its blocks differ from usual transformer blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ WIDTH, HEADS, BLOCKS = 256, 4, 7
 class Cct7(ModelRecipe):
     """A recipe for CCT-7/3x1: seven transformer blocks on the tokens of one 3x3 convolution.
 
-    Its training draws random numbers (dropout and stochastic depth), unless both rates are 0.
+    Training draws random numbers, unless both rates are 0.
     attention_dropout: the dropout rate of attention probabilities.
-    drop_path: the rate of stochastic depth in the last block. The first block has rate 0, and the
-    rate grows by the same amount from each block to the next.
+    drop_path: the rate of stochastic depth in the last block. From 0 in the first block, the rate
+    grows by the same amount with each block.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

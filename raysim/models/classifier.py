@@ -20,11 +20,10 @@ Shape = tuple[int, ...]  # of one input; channels, height and width of an image
 class Classifier(nn.Module):
     """A neural network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
-    F is the number of features, C the number of outputs. The layer from features to logits is the
-    head, a `Linear(F, C)`.
+    The layer from features to logits, a `Linear(F, C)`, is the head.
     is_split: False for a model without separate features and head.
     extractor: the module that maps x to features.
-    feature_dim, num_classes: the numbers F and C.
+    feature_dim, num_classes: the numbers F of features and C of outputs.
     """
 
     is_split: ClassVar[bool] = True
@@ -73,8 +72,7 @@ class ModelRecipe:
 
         input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
-        tokens: the size of the vocabulary and the number of the padding token; None if inputs are
-        not token numbers.
+        tokens: the vocabulary of token inputs; None if inputs are not token numbers.
         """
         return Classifier(*self.extractor(input_shape), num_classes)
 
@@ -130,8 +128,8 @@ def is_split(model: nn.Module) -> bool:
 def is_stochastic(*networks: nn.Module) -> bool:
     """Return True if training may draw from torch's generator, which then needs a seed.
 
-    This is assumed if a submodule has a rate above 0, such as a dropout rate. The rate is an
-    attribute `p`, or an attribute with "drop" in its name.
+    This is assumed if a submodule has a number above 0 in its attribute `p`, or in an attribute
+    with "drop" in its name.
     """
     for network in networks:
         for module in network.modules():

@@ -203,10 +203,9 @@ def flat_size(
     """Return the number of values per image after a sequence of convolutions and pools.
 
     name: the option of the group `model`, for the error.
-    input_shape: channels, height and width of an image.
     channels: the number of maps after the last convolution.
     windows: the (size, stride, padding) of each convolution and pool, in order.
-    Raise ValueError if images are too small for these convolutions and pools.
+    Raise ValueError if images of `input_shape` (channels, height, width) are too small.
     """
     height, width = input_shape[1:]
     for window, stride, padding in windows:

@@ -66,9 +66,8 @@ class Adapter:
 
     layer: the name of the layer in the model.
     a, b: the names of the parameters A and B in the model.
-    scaling: the factor s of their product.
-    is_embedding: True if the layer is an embedding, whose A starts at 0 and whose B starts at
-    random values.
+    scaling: the factor of the product of A and B.
+    is_embedding: True if the layer is an embedding: A starts at 0, B at random values.
     """
 
     layer: str
@@ -105,9 +104,8 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Add adapters to the layers in front of a model's head; return the model.
 
-    The adapters and the head are trained; all other parameters are frozen. Frozen parameters do not
-    travel between server and clients. If the model has no separate head, its layers get adapters,
-    and only the adapters are trained.
+    Only the adapters and the head are trained. All other parameters are frozen, and do not travel
+    between server and clients. In a model without a separate head, only the adapters are trained.
     Raise ValueError if peft is missing, or if a layer cannot have an adapter of this rank.
     """
     if lora.rank == 0:
@@ -146,7 +144,7 @@ def _usual_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
     """Return the names of the layers that get an adapter if `model.lora.layers` is null.
 
     inner: the model without its head; the whole model if it has no separate head.
-    place: words for the error: where in the model the layers of `inner` are.
+    place: words for the error, such as " in front of its head".
     """
     output_layers = _output_layers(inner)
     modules = []

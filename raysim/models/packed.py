@@ -50,11 +50,10 @@ class UnpackFields:
 
 
 def example_rows(fields: Sequence[InputField], rows: int) -> Tensor:
-    """Return example inputs of some samples, packed as `unpack_fields` expects: [rows, floats].
+    """Return example inputs of samples, packed as `unpack_fields` expects: [rows, floats].
 
     Tokens are 0; other inputs are always the same random numbers.
     fields: the inputs of a sample, in their order in the row.
-    rows: the number of samples.
     """
     generator = torch.Generator().manual_seed(0)
     parts = []

@@ -1,8 +1,7 @@
 """Define recipes for two small token models: a recurrent network and a transformer.
 
-A recipe is a dataclass with the options of a model; its method `build` makes the model. The
-features of a sequence are the hidden values at its last token that is not padding. Padding after
-this token does not change them.
+The features of a sequence are the hidden values at the sequence's last token that is not padding.
+Padding after this token does not change the features.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from raysim.primitives.kinds import Tokens
 def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
     """Return the value of each row's last token that is not padding, [B, D].
 
-    If a row has only padding, its result is the value of its first token.
+    A row of only padding gets the value of its first token.
     values: [B, T, D], the values of all tokens.
     tokens: [B, T], the token numbers.
-    padding: the number of the token that fills up short rows.
+    padding: the number of the padding token.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     last = torch.where(tokens != padding, places, 0).amax(1)
@@ -77,8 +76,7 @@ class Transformer(ModelRecipe):
     width: the number of features of a token.
     heads: the number of attention heads of a block.
     blocks: the number of blocks.
-    dropout: the share of the values that are set to 0 in training; above 0, training draws random
-    numbers.
+    dropout: the dropout rate; above 0, training draws random numbers.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"

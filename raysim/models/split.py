@@ -25,9 +25,9 @@ MAX_LAYERS_IN_MESSAGE = 5
 class SplitNetwork(Classifier):
     """A network that is split into features and its last linear layer, the head.
 
-    The attribute `extractor` is the original network. An identity replaces its last linear layer.
-    net: the original network. It is changed in place.
-    head_name: the name of its last linear layer.
+    net: the original network, which computes the features. In it, an identity replaces the last
+    linear layer.
+    head_name: the name of the last linear layer.
     """
 
     def __init__(self, net: nn.Module, head_name: str):
@@ -72,9 +72,8 @@ class WholeNetwork(Classifier):
 def original_network(model: nn.Module) -> nn.Module:
     """Undo `split_network`: return the original network, with the model's present parameters.
 
-    model: any module. If it is neither a `SplitNetwork` nor a `WholeNetwork`, it is returned
-    unchanged. A `SplitNetwork` cannot be used after this function has moved its head back into the
-    original network.
+    model: a `SplitNetwork`, which cannot be used afterwards, or a `WholeNetwork`. Any other module
+    is returned unchanged.
     """
     if isinstance(model, SplitNetwork):
         return model.whole()
@@ -229,9 +228,9 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
     """Return True if a network returns the outputs of its layer `name` unchanged.
 
-    The network runs on `inputs` in training mode and in evaluation mode. In both modes, the layer
-    must run once, and the network must return the same tensor object as the layer. Equal numbers
-    are not enough: a dropout after the layer does not change numbers in evaluation mode.
+    In training mode and in evaluation mode, the layer must run once, and the network must return
+    the layer's tensor object. Equal numbers are not enough: a dropout after the layer changes no
+    numbers in evaluation mode.
     inputs: a batch of samples [B, ...].
     """
     layer_outputs: list[object] = []
@@ -307,8 +306,7 @@ class ExternalModel(ModelRecipe):
         A subclass must override this function.
         input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
-        tokens: the size of the vocabulary and the number of the padding token; None if inputs are
-        not token numbers.
+        tokens: the vocabulary of token inputs; None if inputs are not token numbers.
         """
         raise NotImplementedError
 
@@ -326,10 +324,9 @@ class ExternalModel(ModelRecipe):
 class CustomModel(ExternalModel):
     """A recipe for a user's network.
 
-    source: a module, whose parameters are the initial ones, or a function or class that makes a
-    module.
-    options: arguments of the function or class. If it also has an argument input_shape, num_classes
-    or tokens, raysim sets this argument, unless `options` does.
+    source: a module with its initial parameters, or a function or class that makes a module.
+    options: arguments of the function or class. raysim adds input_shape, num_classes and tokens if
+    the function or class has these arguments and `options` does not set them.
     """
 
     source: nn.Module | Callable[..., nn.Module]

@@ -64,11 +64,10 @@ class HalfWeight(nn.Module):
 class FourBitWeight(nn.Module):
     """A frozen weight with 4 bits for each entry, and a scale for each block of 64 entries.
 
-    It has two parameters. Both have integer types, which stay if the network is converted to
-    another type.
+    Its two parameters have integer types, which stay if the network is converted to another type.
 
     - `codes`, uint8 [blocks, NF4_BLOCK / 2]: each byte has the codes of two entries.
-    - `scales`, int32 [blocks]: each integer has the 32 bits of a block's scale, which is a float32.
+    - `scales`, int32 [blocks]: the 32 bits of each block's float32 scale.
     """
 
     def __init__(self, weight: Tensor):
@@ -98,8 +97,8 @@ class FourBitWeight(nn.Module):
 def _nf4_pairs(device: torch.device) -> Tensor:
     """Return a table that decodes a byte with two 4-bit codes: int64 [256].
 
-    The entry at index b holds the two NF4 levels of byte b. Its 64 bits are two float32 numbers:
-    first the level of the lower 4 bits, then that of the upper 4 bits.
+    Each entry has the bits of two float32 numbers: the NF4 level of the byte's lower 4 bits, then
+    the level of its upper 4 bits.
     """
     levels = torch.tensor(NF4_LEVELS, device=device)
     byte = torch.arange(256, device=device)
@@ -162,9 +161,8 @@ class StoredLayer(nn.Module):
 def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Store the frozen weights of a model in the type `lora.base`; change the model in place.
 
-    Each layer that `_frozen_layers` yields is replaced by a `StoredLayer`. With "float32" nothing
-    changes. Raise ValueError if the weight of a layer with an adapter is not a parameter, or if
-    there is no layer to replace.
+    With "float32" nothing changes. Raise ValueError if the weight of a layer with an adapter is not
+    a parameter, or if the model has no weight to store.
     dtype: the type of the computation.
     """
     if lora.base == "float32":
@@ -204,9 +202,9 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
     """Yield the linear, convolution and embedding layers whose weight is frozen.
 
-    Three sorts of layers are left out. The first are instances of subclasses of these layer types,
-    which may use the weight differently. The second are embeddings with `max_norm`, which change
-    their weight. The third are layers whose weight is also a parameter of a module of another type.
+    Leave out instances of subclasses, which may use the weight differently, and embeddings with
+    `max_norm`, which change their weight. Also leave out a layer if a module of another type has
+    the same weight.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

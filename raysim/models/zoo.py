@@ -39,8 +39,8 @@ class Torchvision(ExternalModel):
     """A recipe for a classifier of torchvision.models.
 
     name: torchvision's name of the classifier, such as "resnet18".
-    pretrained: True loads the model's default weights, from torch.hub's cache or by download.
-    If the data has another number of classes than these weights, the head gets random weights.
+    pretrained: True loads or downloads the model's default weights. If the data has another number
+    of classes than these weights, the head gets random weights.
     options: arguments of the function that makes the model.
     """
 
@@ -194,8 +194,8 @@ class HuggingFaceModel(ExternalModel):
 class _Logits(nn.Module):
     """A wrapper of a network of `transformers` that returns only the logits.
 
-    random_weights: the names of the weights that no file of the pretrained model contains, so that
-    their values are random. This list does not name the weights of the classifier's head.
+    random_weights: the names of weights that have random values, because no file of the pretrained
+    model contains them. Weights of the head are not listed.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str]):
@@ -235,9 +235,8 @@ class _TokenLogits(_Logits):
 class _NextTokenLogits(_Logits):
     """A causal network of `transformers` that returns logits [B, C, T] for tokens [B, T].
 
-    It needs no mask for padding: padding is at the end of a sequence, and no position sees later
-    positions. C is the number of tokens in the vocabulary of the data. If the vocabulary of the
-    network is larger, the logits of all further tokens are left out.
+    C is the number of tokens in the data's vocabulary; logits of further tokens are left out.
+    Padding needs no mask: it is at the end of a sequence, and no position sees later positions.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str], num_classes: int):
@@ -260,13 +259,12 @@ class _ImageLogits(_Logits):
 def _load_fitting_values(
     net: nn.Module, values: Mapping[str, Tensor], name: str, num_classes: int
 ) -> None:
-    """Load the pretrained values for which the network has a tensor of the same name and shape.
+    """Load the pretrained values for which the network has a tensor of equal name and shape.
 
     values: the pretrained values, by the names of the tensors.
     name: `model.name`, for errors.
     num_classes: the number of outputs of the network's head.
-    Raise ValueError if the network has a tensor of the same name, but of another shape. The head is
-    allowed to have another shape.
+    Raise ValueError if two tensors of the same name have different shapes, except in the head.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []
@@ -283,10 +281,9 @@ def _load_fitting_values(
 def _quiet(transformers: Any, is_local: bool) -> Iterator[None]:
     """Inside `with`, keep `transformers` from printing a report when it loads weights.
 
-    Every process loads the weights several times, so the report would be printed each time. raysim
-    itself reports once which weights are missing.
+    raysim itself reports once which weights are missing.
     is_local: True if the model is in a local folder. This also hides the progress bar, because
-    nothing is downloaded. False keeps the progress bar.
+    nothing is downloaded.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in NOISY_MODULES]
     messages = transformers.utils.logging
@@ -348,8 +345,8 @@ def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | Non
     """Return the names of the weights that stay random, because no pretrained file has them.
 
     missing: the names of the weights that are in no file of the pretrained model.
-    head_size: the number of outputs of the head. Weights with this number of rows belong to the
-    head, and are left out of the result. None leaves out no weights.
+    head_size: the number of outputs of the head. Weights with this number of rows are left out,
+    because they belong to the head. None leaves out no weights.
     """
     state = net.state_dict()
     return [

@@ -1,8 +1,7 @@
 """Check a user's value; return it, or raise `ValueError` with the allowed values.
 
-A number must be finite; nan and values of other types are outside every range. The argument `name`
-of each check is the key of the configuration, such as "local.lr". The argument `why` is the end of
-the error, such as "it keeps the divisor away from 0".
+Numbers must be finite. The argument `name` of each check is the key of the configuration, such as
+"local.lr". The argument `why` is the end of the error, such as "it keeps the divisor away from 0".
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def in_range(
 ) -> N:
     """Return the number. Raise ValueError unless it is finite and inside the range.
 
-    The range is least <= value <= most and above < value < below.
     name: the key of the setting, for the error.
     least, most: inclusive limits.
     above, below: exclusive limits.
@@ -104,7 +102,6 @@ def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> 
     """Return the value. Raise ValueError unless `holds` is true.
 
     name: the key of the setting, for the error.
-    holds: true if the value is allowed.
     allowed: words for the allowed values, such as "an integer of 1 or more".
     why: the reason, for the end of the error; "" gives no reason.
     """

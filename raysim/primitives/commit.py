@@ -13,10 +13,10 @@ SOURCE = "RAYSIM_SOURCE"
 
 @functools.cache
 def source_commit() -> dict[str, str]:
-    """Return the git commit of the current folder; {} outside a git checkout or without git.
+    """Return the git commit of the current folder, or of the files of a submitted job.
 
-    In a submitted job, return the commit of the files that were submitted.
     The keys are "commit" and "dirty": "true" if tracked files differ from the commit, else "false".
+    Without git, or outside a git checkout, return {}.
     """
     submitted = os.environ.get(SOURCE)
     if submitted:

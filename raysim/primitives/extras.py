@@ -45,7 +45,7 @@ def is_instance_of(value: object, module: str, *names: str) -> bool:
 
     The module is not imported: before its import, no value can be an instance of its classes.
     module: the name of the module, such as "pandas".
-    names: the names of the classes in the module, such as "DataFrame".
+    names: such as "DataFrame".
     """
     imported = sys.modules.get(module)
     return imported is not None and isinstance(

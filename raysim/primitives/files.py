@@ -57,10 +57,9 @@ def abandoned_drafts(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_draft(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, open for binary writing, that becomes the file `path` at the end.
+    """Yield a temporary file, open for binary writing, that is renamed to `path` at the end.
 
-    At the end of the `with` block the temporary file is closed and renamed to `path`. After an
-    error it is deleted, and `path` does not change.
+    After an error inside `with`, the temporary file is deleted, and `path` does not change.
     """
     with draft_file(path) as draft, draft.open("wb") as file:
         yield file
@@ -85,8 +84,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
     """If the disk becomes full inside `with`, raise an `OSError` that says how much is needed.
 
-    The same applies if a quota or a size limit is exceeded. The error names the path, the needed
-    bytes and the free bytes of the disk. Other errors pass unchanged.
+    The same applies if a quota or a size limit is exceeded. Other errors pass unchanged.
     path: the file that is written inside `with`.
     needed_bytes: the size that the file will have.
     """
@@ -214,9 +212,9 @@ def parse_json(text: str | bytes) -> Any:
 def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
     """Lock a folder inside `with`; wait while another process has locked it.
 
-    A missing folder is created, and a long wait is reported on stderr. Raise `ValueError` if the
-    folder cannot be written.
-    setting: the key of the configuration that chose the folder; the error names this key.
+    A missing folder is created, and a long wait is reported on stderr.
+    setting: the key of the configuration that chose the folder.
+    Raise `ValueError` with this key if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

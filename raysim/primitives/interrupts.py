@@ -16,9 +16,8 @@ _interrupted = threading.Event()
 def notice_interrupts() -> None:
     """Make sure that Ctrl-C raises `KeyboardInterrupt` in this process.
 
-    Some code cannot raise errors, for example the callback of a weak reference. After Ctrl-C in
-    such code, the error is raised a moment later. A process that ignores Ctrl-C, as background
-    commands of a shell do, continues to ignore it.
+    After Ctrl-C in code that cannot raise errors, such as the callback of a weak reference, the
+    error is raised a moment later. A process that ignores Ctrl-C continues to ignore it.
     Call this function before `keep_interrupts` is used.
     """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
@@ -34,8 +33,8 @@ def _notice(number: int, frame: Any) -> None:
 def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
     """Return a hook for `sys.unraisablehook` that raises a lost Ctrl-C again.
 
-    Python calls the hook for an error in code that cannot raise errors. If this error is a Ctrl-C,
-    the hook sends the signal to this process again.
+    Python calls the hook for errors in code that cannot raise errors. If the error is a Ctrl-C, the
+    hook sends the signal again.
     usual: the previous hook, which handles all other errors.
     """
 

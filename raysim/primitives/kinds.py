@@ -36,10 +36,9 @@ FLOAT_BYTES = 4  # size of a parameter in messages between server and clients
 class InputField(NamedTuple):
     """One of several inputs of a sample.
 
-    name: the name of the model's argument that gets this input; "" if the model takes its inputs by
-    position.
+    name: the model's argument that gets this input; "" if the model takes inputs by position.
     shape: the shape of this input in one sample.
-    has_tokens: True for token numbers, which the model gets as int64; other inputs are floats.
+    has_tokens: True for token numbers, which the model gets as int64; False for floats.
     """
 
     name: str
@@ -50,7 +49,7 @@ class InputField(NamedTuple):
 class TargetField(NamedTuple):
     """One array of the target of a sample, such as its boxes [k, 4].
 
-    name: the name of the array in the target, such as "boxes".
+    name: the name of the array, such as "boxes".
     shape: the largest shape in the data set; samples may be shorter along the first axis.
     has_integers: True if the values are int64, False if they are floats.
     """

@@ -59,9 +59,9 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 def digest(function: Callable[..., Any], options: object) -> str:
     """Return a checksum of a function's code, and of plain module-level values that it uses.
 
-    Plain values are numbers, texts, tuples, bools and None. The checksum is the same in all
-    processes, unless the function contains another function.
-    options: the options with which numba compiles the function.
+    Plain values are numbers, texts, tuples, bools and None. If the function contains another
+    function, processes compute different checksums.
+    options: numba's options for the compilation.
     """
     code: Any = function.__code__
     module_values = getattr(function, "__globals__", {})

@@ -45,8 +45,8 @@ def total_memory_bytes() -> float:
 class MemoryState(NamedTuple):
     """The memory of a machine, and what happened when it was full.
 
-    kills: the number of processes that the kernel has ended because memory ran out. It counts from
-    the start of the machine; 0 if it is unknown.
+    kills: the number of processes that the kernel has ended since the machine's start because
+    memory ran out; 0 if unknown.
     total_bytes: the memory of the machine, or of its container if that is less; inf if unknown.
     """
 

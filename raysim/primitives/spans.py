@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
     name: what the process did, as the trace shows it.
     kind: the category of work to which the time is added.
-    start, stop: the begin and the end, in seconds since 1970-01-01 (Unix time).
+    start, stop: seconds since 1970-01-01 (Unix time).
     """
 
     name: str

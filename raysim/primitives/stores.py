@@ -88,9 +88,8 @@ class LocalStore:
 class RemoteStore:
     """A folder at a URL, whose files are read and written as local copies.
 
-    A copy is in the temporary folder of this machine. It is downloaded before a file is read, and
-    uploaded after a file was written. The name of a file is its path in the store, such as "file"
-    or "folder/file".
+    A copy in a temporary folder is downloaded before a file is read, and uploaded after a file was
+    written. Files have names such as "file" or "folder/file".
     """
 
     def __init__(self, url: str):

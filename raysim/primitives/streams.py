@@ -73,7 +73,7 @@ def uniform(key: int, *numbers: int) -> float:
 
     A call takes a tenth of the time that making a generator (`stream`) takes.
     key: the key of the purpose, from `stream_key`.
-    numbers: the numbers that distinguish the draws of one purpose, such as a client and a job.
+    numbers: what distinguishes the draws of one purpose, such as a client and a job.
     """
     # Each number goes through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     for number in numbers:

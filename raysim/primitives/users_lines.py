@@ -14,8 +14,7 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
     """Return text that names the line of the user's code in which an error was raised.
 
     The text is " (file, line N: code)", or "" if no line of the traceback belongs to the user.
-    folder: the folder of the user's code; None if unknown. If no line is in this folder, use the
-    innermost line outside raysim, Python and installed packages.
+    folder: lines in this folder of the user's code are preferred; None if the folder is unknown.
     """
     frames = [
         frame

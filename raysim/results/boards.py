@@ -19,11 +19,11 @@ MODES = ("online", "offline", "disabled")
 class TensorBoard(Observer):
     """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: the folder for the events of several runs. Each run writes into a subfolder that has the
-    name of the run's folder. None writes the events to `tensorboard` in the run's folder.
+    folder: the folder for several runs, each with a subfolder named as the run's folder. None
+    writes to `tensorboard` in the run's folder.
 
-    A resumed run continues in the same folder. If a round is repeated, its new numbers replace the
-    old ones.
+    A resumed run continues in the same folder; new numbers of a repeated round replace the old
+    ones.
     """
 
     def __init__(self, folder: str | None = None):
@@ -65,8 +65,8 @@ class WeightsAndBiases(Observer):
 
     project: the project that shows the run.
     entity: the account of the project; None takes the user's default account.
-    mode: "online", "offline" (stored in the run's folder until `wandb sync` sends it) or
-    "disabled"; None takes the environment variable WANDB_MODE, else "online".
+    mode: "online", "offline" (stored until `wandb sync` sends it) or "disabled"; None takes the
+    environment variable WANDB_MODE, else "online".
 
     A resumed run keeps its id.
     """

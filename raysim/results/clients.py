@@ -108,8 +108,8 @@ def write_clients(
 
     data: the clients' samples.
     scores: the last scores of the clients; None if there are none.
-    network: the topology of the run; None means a single model. With several replicas, the file has
-    the number of each client's replica, unless clients may change from one replica to another.
+    network: the topology of the run, None for a single model. With several replicas, the file has
+    each client's replica, unless clients may change it.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients
