@@ -9,15 +9,14 @@ For each matrix M [n, m], a message has P [n, r] and Q [m, r], where r is the ra
     Q <- M' P                  M' is the transpose of M
     C(M) = P Q'
 
-The first Q has normal random numbers, which are the same for all senders.
+The first Q has normal random numbers, which are the same for all senders. The first dimension of a
+larger tensor gives the rows of its matrix. Vectors, and matrices that P and Q would not make
+smaller, are sent unchanged.
 
 Departures from the paper
 - Each client sends its own P and Q. In the paper the workers average P, and then Q.
 - The paper uses error feedback. To use it, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition, in place of Gram-Schmidt.
-
-The first dimension of a larger tensor gives the rows of its matrix. Vectors are sent unchanged, and
-so is a matrix if P and Q together would not be smaller.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ def _round_randomly(
 
     values: float32 [entries]. With error feedback, the sender's next memory overwrites them.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    scales: float32 [buckets].
     key: the low and the high word of the message's random number, uint32 [2].
     steps: uint32 [CHUNK], with i * `GOLDEN` modulo 2^32 in entry i.
     digits: [entries], the array to fill.
@@ -74,7 +73,7 @@ def _round_randomly(
         "ef14"     [entries], to fill with the decoded values    empty
         "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
-    contraction: float32, the factor of decoded values under error feedback.
+    contraction: the factor of decoded values under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one
     # instruction. Numba uses 64 bits for a loop's index and for an argument that is a number, but
@@ -125,7 +124,7 @@ def _restore(
 ) -> None:
     """Fill `out` with the decoded digits: c * (k - s) / s for digit k in a bucket with scale c.
 
-    Here s is `levels`, and bucket i has the entries from starts[i] to starts[i + 1] - 1.
+    s is `levels`; all arguments are those of `_round_randomly`.
     """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
@@ -169,7 +168,7 @@ def _sum_powers(
 ) -> None:
     """Write the sum, the sum of squares and the largest absolute value of each bucket.
 
-    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
+    starts: as in `_round_randomly`.
     sums: float64 [buckets, 2], to fill with the sums and the sums of squares.
     largest: float64 [buckets], to fill with the largest absolute values.
     """

@@ -180,7 +180,6 @@ def _read_half(
 
     part: (inputs, labels), (inputs, labels, users) or a torch `Dataset`.
     name: "train" or "test", for errors.
-    kind: `data.kind`, which decides what lists of labels mean.
     fields: a list that gets a tuple with a description of each input; () for a single input.
     """
     if isinstance(part, TensorDataset):

@@ -303,12 +303,12 @@ class DocumentSettings:
     columns: the column of text or of token numbers, in a list. None takes the only such column.
     prompt: the column of prompts, which stand before the text and have no loss; or None.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
-    bytes for text, and the numbers themselves for token numbers.
+    bytes for text, and no change of token numbers.
     padding: the token that ends documents and fills up short samples, for token numbers without a
     tokenizer.
     length: the largest number of tokens in a sample.
-    packing: True joins all documents of a user before it cuts them into samples. None means False
-    if there are prompts, else True.
+    packing: True joins all documents of a user before it cuts them. None means False if there are
+    prompts, else True.
     """
 
     columns: list[str] | None

@@ -81,7 +81,6 @@ class Text(_Corpus):
     The central test set has the files called test.txt and those in a folder called test, or else
     the last `test_fraction` of each document.
 
-    root: the file or the folder.
     separator: the text between two documents of a file, where \\n stands for a new line. None means
     that a file is one document.
     user: what partition=natural makes a client, "file" or "document".

@@ -41,7 +41,6 @@ class ImageFolder(Source):
 
     These folders may also be inside root/train/ and root/test/. A file root/split.csv may list the
     pictures in the columns path, domain, class and split ("train" or "test").
-    root: the folder.
     test_fraction: the share of each class of each domain for testing, evenly spread over the file
     names. It is not used with a split.csv, or with both root/train/ and root/test/.
     """

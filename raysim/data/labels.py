@@ -44,8 +44,7 @@ def read_labels(
 ) -> LabelSet:
     """Check the labels of a source and convert them to a `LabelSet`.
 
-    values: an array [n], [n, outputs] or [n, ...], or a list of labels for each sample. [n, 1]
-    means [n].
+    values: an array [n], [n, outputs] or [n, ...], or a list of labels for each sample.
     kind: `data.kind`; None takes the result of `infer_kind`.
     names: the names of the model's outputs, or None.
     place: the source's name in errors.

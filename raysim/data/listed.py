@@ -111,7 +111,7 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     content: a list of rows for each client, in a list or in a dictionary by client's name.
     place: the setting that gives the lists, for errors.
     total: the number of training rows, or None.
-    Raise ValueError for another format, for a repeated row, and for one that does not exist.
+    Raise ValueError for another format and for repeated or missing rows.
     """
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content

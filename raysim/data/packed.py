@@ -26,7 +26,7 @@ class Strips(Source):
     train-labels.npy. Files for testing begin with "test". meta.json has the `classes` and an
     image's `height` in pixels. Without a height, images are square.
     root: the folder with these files, or the parent of a folder `name` with these files.
-    name: the name of the data set, also in errors; None uses only `root`.
+    name: the name of the data set, also in errors, or None.
     """
 
     root: str | None = None

@@ -70,8 +70,7 @@ class Parquet(TableSource):
     label_column: the column of labels if `label` is None. The default accepts another usual name,
     such as "y".
     user: the column of users, which must exist. None uses `domain_column`.
-    domain_column: the column of users if `user` is None. If it is missing, another usual name is
-    accepted, such as "client".
+    domain_column: the column of users, or else a column with a usual name, such as "client".
     test_fraction: the fraction of each class of each domain for testing, in folders without test
     files. With None, every folder must have test files.
     """

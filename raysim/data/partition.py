@@ -216,11 +216,11 @@ class Dirichlet(Partitioner):
     """A partition that draws the clients' shares of each class from a Dirichlet distribution.
 
     The shares are drawn again until every client has `minimum` samples (Yurochkin et al. 2019).
-    alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
-    to few clients.
+    alpha: the parameter of the distribution. A small alpha gives most samples of a class to few
+    clients.
     balance: True gives no further classes to a client that has the mean number of samples.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
-    the mean number of samples.
+    the mean number.
     grouping: the number of clients in a group. The samples are divided at random between the
     groups, and then in each group between its clients. None makes no groups.
     per: "class" draws the clients' shares of each class. "client" draws each client's class
@@ -295,7 +295,7 @@ class DirichletClient(Partitioner):
     """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
     Each client draws a class distribution, and from it its samples, without replacement.
-    alpha: the parameter of the Dirichlet distribution. With a small alpha a client has few classes.
+    alpha: the parameter of the distribution. With a small alpha a client has few classes.
     concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
     Dirichlet(alpha * p), where p_c is the share of class c in the data.
     remaining: True computes p for each client from the samples that no client has taken yet. It

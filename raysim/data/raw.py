@@ -63,11 +63,11 @@ class Raw:
     outputs] or [n, outputs, ...]; or 1 or 0 for each of several labels, [n, outputs]. For
     kind="structure", floats [n, length of a row].
     train_rows: the number of training samples.
-    class_names: the name of each output of the model: a class, a label or a value.
+    class_names: the names of the model's outputs.
     domains: the domain of each sample, [n]; None if there is only one domain.
     domain_names: the names of the domains, by number.
-    tokens: the number of tokens and the padding; None takes the largest token plus 1.
-    origin: the names of the columns that were read, for the plan of a run.
+    tokens: None takes the largest token number plus 1 as the number of tokens.
+    origin: the columns that were read, for the plan of a run.
     fields: a description of each input in a row of `inputs`; () for a single input.
     targets: for kind="structure", a description of each array in a row of `labels`.
     tokenizer: the tokenizer of language data; else "".

@@ -73,13 +73,13 @@ class WebDataset(Source):
 
     root: a folder of tar files, in which names of test files start with "test"; or a folder with
     the subfolders train and, optionally, test.
-    columns: the endings of the input files, such as "jpg". None uses all but the label and the
-    user. Several endings become arguments of the model, such as `image` for "image.png".
-    label: the ending of the label's file, by default a usual one, such as "cls". A label is an
-    integer, text, an array, a picture whose pixels are classes, or JSON.
-    user: the ending of the user's file, by default a usual one, such as "user", if there is one.
+    columns: the endings of the inputs, such as "jpg". None uses all but the label and the user.
+    Several endings become arguments of the model, such as `image` for "image.png".
+    label: the ending of the label; None finds a usual one, such as "cls". A label is an integer,
+    text, an array, a picture of classes, or JSON.
+    user: the ending of the user; None finds a usual one, such as "user", if there is one.
     test_fraction: the fraction of each class of each user for testing, if there are no test files.
-    length: the largest number of tokens of a text; further tokens are left out.
+    length: the largest number of tokens of a text.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """

@@ -217,9 +217,9 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set of torchvision; download them if they are missing.
 
-    A folder with the data set's name may also have strips, Parquet files or pictures.
+    They may also be strips, Parquet files or pictures in a folder that has the data set's name.
     set_name: the class in torchvision.datasets, such as "MNIST".
-    Raise ValueError if files are missing and `download` is False, or if the download fails.
+    Raise ValueError if the files cannot be found or downloaded.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)

@@ -17,15 +17,15 @@ class TableSource(Source):
 
     columns: one column of text, token numbers or vectors, or several columns of numbers. None takes
     all except labels, users, and row numbers such as "id".
-    separate: True passes each input column to the model as an argument of the column's name. False
+    separate: True makes each input column an argument of the model with the column's name. False
     joins several columns to one vector.
-    length: the largest number of tokens of a row; further tokens are left out.
+    length: the largest number of tokens of a row.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    If `data.kind` is "causal", each row is a document for a language model. It fills as many
-    samples of `length` tokens as it needs. `tokenizer` may then also be "bytes" or "characters".
-    Two settings are only for documents:
+    With data.kind=causal, each row is a document for a language model. It fills as many samples of
+    `length` tokens as it needs. `tokenizer` may then also be "bytes" or "characters". Two settings
+    are only for documents:
 
     prompt: the column of prompts, or None. The model reads a prompt before the text, and does not
     learn it.

@@ -38,7 +38,6 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 class TextTable(TableSource):
     """A source that reads a file of rows, or a folder with a training file and maybe a test file.
 
-    root: the file or the folder.
     label: the column of labels; None finds a usual name, such as "label" or "y".
     user: the column of users, which partition=natural makes clients; None finds a usual name, such
     as "user" or "client".

@@ -78,13 +78,12 @@ class NumPy(Source):
     x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
     integers, which are token numbers.
     y [n] or [n, ...]: the labels; `data.kind` or `labels.infer_kind` decides what they mean.
-    user [n]: the user of each sample, for partition=natural; this array may be missing.
+    user [n]: the users, for partition=natural; this array may be missing.
 
     Several inputs are arrays x.NAME, and several targets are arrays y.NAME. If samples have
     different numbers of entries, y.NAME has all entries one after another, and y.NAME.rows [n] has
     these numbers.
 
-    root: the folder with the files.
     padding: the token number that fills up short sequences in the files.
     test_fraction: the fraction of each class of each user for testing, if there is no test.npz.
     """
@@ -125,7 +124,6 @@ class Npz(Source):
     The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has inputs x [n, ...]
     and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or integers, which are token
     numbers. Each file is a user, which partition=natural makes a client.
-    root: the folder with the folders train and test.
     padding: the token number that fills up short sequences in the files.
     test_fraction: the fraction of each class of each user for testing, if there are no test files.
     """

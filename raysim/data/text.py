@@ -37,13 +37,12 @@ class Leaf(Source):
     """A source that reads LEAF's root/train/*.json and root/test/*.json (Caldas et al. 2018).
 
     Every user is a domain. An input is a text, a list of numbers, the name of a picture file
-    (CelebA), or a list of fields, one of which has the text (Sent140). Characters are tokens.
-    Labels that are single characters (Shakespeare) are 80 classes, as in LEAF.
-    With `data.kind=causal` the texts are documents for a language model. The overlapping texts of
+    (CelebA), or a list of fields with a text (Sent140). Characters are tokens. Labels that are
+    single characters (Shakespeare) are 80 classes, as in LEAF.
+    With data.kind=causal, the texts are documents for a language model. The overlapping texts of
     Shakespeare are first joined (`join_windows`).
-    root: the folder with the folders train and test.
     length: the largest number of characters of an input, of which the end is used. With
-    `data.kind=causal`, a longer document is cut into several samples.
+    data.kind=causal, a longer document is cut into several samples.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None for flat
     arrays.
     images: the folder of the pictures, if any.
@@ -305,9 +304,8 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
 class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
-    With `data.kind=causal` each sequence is a document for a language model.
-    samples: the number of training sequences of each user.
-    test_samples: the number of each user's sequences in the central test set.
+    With data.kind=causal, each sequence is a document for a language model.
+    samples, test_samples: the numbers of sequences of each user for training and for central tests.
     vocabulary: the number of different tokens, without the padding.
     length: the number of tokens of a sequence, including its padding.
     shortest: the smallest number of tokens of a sequence, without its padding.

@@ -56,8 +56,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options: those in `conf`, in the installed packages and in the user's folders.
 
     A file in a user's folder replaces an earlier option of the same group and name.
-    Raise `RefusedError` if a folder is missing, a link is broken, a package repeats an option, or a
-    method's file is called fedavg.yaml (fedavg means an empty list).
+    Raise `RefusedError` if a folder is missing, a link is broken or a package repeats an option.
+    Raise it also for a method's file fedavg.yaml, because fedavg means an empty list.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}

@@ -219,7 +219,7 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
 
     place: the key of the object, such as "model" or "method.fedprox".
     part: the object, function or class that the user passed.
-    key: the key of the override without `place`, such as "width" for "model.width".
+    key: the key below `place`, such as "width".
     """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -279,7 +279,7 @@ def _wrapper_settings(
     """Return the checked arguments of a class that wraps the user's data or partition.
 
     The values come from the overrides, or else from the stored configuration.
-    stored: the group's node in the stored configuration of the run; None for a new run.
+    stored: the group's stored node in a resumed run, or None.
     computed: the argument that the user cannot set and that is left out, such as "digest".
     """
     names = [name for name in _argument_names(cls) if name != computed]
@@ -300,8 +300,8 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
     """Return a description from which workers can make the user's network.
 
     part: a network, or a class, function or `functools.partial` that makes one.
-    overrides: the user's values for `head`, `lora` and the arguments of the class or function.
-    stored: the network's entry in the configuration of an earlier run, or None.
+    overrides: the values of `head`, `lora` and the arguments of the class or function.
+    stored: the network's stored node in a resumed run, or None.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):

@@ -254,7 +254,7 @@ class Result:
         client: None uses the shared model and the central test set. A number uses the client's own
         model and test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        model that the run scored last, which is the final version with most methods.
+        model that the run scored last.
         Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
         checkpoint is missing. With client=None, also raise it if clients have personal parameters.
         """

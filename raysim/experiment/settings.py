@@ -101,8 +101,8 @@ class Experiment:
     observers: those of the configuration.
     changes: a sentence for each setting that methods changed.
     round_warnings: functions of methods that check each finished round.
-    network: the models of the server, and the clients that each of them serves.
-    late_planning: why aggregations are planned one at a time; "" if the planner may work ahead.
+    network: the models of the server and their clients.
+    late_planning: why aggregations are planned one at a time, or "".
     url: the URL to which the run's folder is sent, or "".
     """
 

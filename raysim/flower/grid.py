@@ -39,7 +39,7 @@ class MessageRecord:
     """A row of the table of messages: one message to a client, and what became of it.
 
     type: Flower's message type, such as "train" or "evaluate".
-    group: the ServerApp's group id of the message, such as the number of a round.
+    group: the ServerApp's group id, such as the number of a round.
     dispatched: the virtual time of sending, in seconds.
     arrived: the virtual time at which the reply or error arrived, or would have arrived without a
     timeout.
