@@ -129,12 +129,12 @@ def assign_consecutive_jobs(
 ) -> list[list[Job]]:
     """Divide a list of jobs into consecutive ranges, so that workers get about equal loads.
 
-    Return the range of each worker; it may be empty. This is for workers that train in lanes.
-    Workers send more sums than with `assign_groups`.
+    Return the range of each worker, which may be empty. This is for workers that train in lanes.
+    The jobs of a node are consecutive, too.
 
     jobs: the jobs, in the order of aggregation.
     loads: for each worker, the number of samples that it must already train.
-    nodes: for each worker, the number of its node. The jobs of a node are consecutive, too.
+    nodes: for each worker, the number of its node.
     """
     works = [job.work for job in jobs]
     level = _equal_load(sum(works), loads)

@@ -35,10 +35,10 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        Return `validation` and `hits` of each client's best round, in the same shapes.
         validation: [clients], the validation scores; nan without validation samples.
         hits: the scores of the clients' test samples, client after client.
-        Raises ValueError if a resumed run's checkpoint has scores of another shape.
+        Return both of each client's best round. Raises ValueError if a resumed run's checkpoint has
+        scores of another shape.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))

@@ -33,11 +33,11 @@ class Call:
 
     worker: the number of the worker; it changes if another worker gets the call.
     args: the arguments of the method, without client states.
-    states: the client states that the worker needs for the call.
-    remote_values: the number of returned values that stay on the worker's node.
+    states: the client states that the worker needs.
+    remote_values: the number of returned values that stay on the worker's node; `remote_refs`
+    refers to them.
     ref: the reference to the answer.
-    remote_refs: the references to the values that stay on the node.
-    bytes_read: the bytes of client states that were read from disk for this call.
+    bytes_read: the bytes of client states that were read from disk.
     value: the answer; None before it arrives.
     deaths: the number of workers that died while they executed this call.
     """

@@ -62,8 +62,7 @@ class Snapshot:
 
     numbers: what JSON can express, such as the planner's state and the rows of the history.
     server: arrays by name, such as model parameters and server state.
-    clients: the named tensors of each client state that an aggregated job has changed.
-    jobs: the job that made each of these states.
+    clients: the client states that aggregated jobs have changed; `jobs` has these jobs.
     """
 
     numbers: Mapping[str, Any]

@@ -38,8 +38,8 @@ from raysim.vectors.tree_sum import weighted_sum
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     """Split clients in two, so that the largest similarity between the two groups is small.
 
-    This is Algorithm 1 of the paper. Return a bool array [n], which is False for the group of
-    client 0, and the largest similarity between the groups.
+    This is Algorithm 1 of the paper. Return a bool array [n], False for the group of client 0, and
+    the largest similarity between the groups.
     similarities: float64 [n, n], symmetric, with n at least 2.
     """
     count = len(similarities)

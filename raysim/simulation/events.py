@@ -20,8 +20,8 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the aggregation for which the update was planned. For a lost or discarded job, it is the
-    next aggregation. For a job in flight, it is the last round plus 1.
+    round: the aggregation that uses the update. For a lost or discarded job, it is the next one.
+    For a job in flight, it is the last round plus 1.
     staleness: 0 unless the job is aggregated or failed.
     energy_wh, money, co2_g: the cost of the whole job; 0 if the fleet has no such cost.
     """

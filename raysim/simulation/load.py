@@ -197,7 +197,7 @@ class StepMessages:
 
     A client receives the changes since the base version of its last job. It receives the whole
     parameters if they are smaller, or if it has had no job.
-    words: the size of a change from one version to the next, in 32-bit words.
+    words: the size of a change, in 32-bit words.
 
     The attribute `received`, int32 [clients], is the base version of each client's last job; -1
     without a job.
@@ -253,8 +253,8 @@ class PeerLoads:
 class ChoiceLoads:
     """A callable that computes the `Load` of a job if clients choose their replica by its loss.
 
-    A client receives all replicas and computes their losses on its training samples. It trains the
-    best replica, and sends this replica's number with its update.
+    A client receives all replicas and computes their losses. It trains the best one, and sends its
+    number with the update.
     loads: computes the load of a job in a run with one replica.
     """
 

@@ -98,10 +98,10 @@ class PlannedAggregation:
     meets: True if the replicas exchange in this aggregation.
     now: the virtual time in seconds; if the replicas exchange, the end of the exchange.
     dispatched, lost, discarded: the jobs with these events since the previous aggregation.
-    aggregated: the jobs that are aggregated, in the order in which their updates are summed.
-    down, up: the floats that all clients received and sent since the run's start.
-    between: the floats that replicas sent to each other since the run's start.
-    costs: energy, money and CO2 since the run's start, by column of the history.
+    aggregated: the aggregated jobs, in the order in which their updates are summed.
+    down, up: the floats that all clients have received and sent in the run.
+    between: the floats that replicas have sent to each other in the run.
+    costs: energy, money and CO2 of the run so far, by column of the history.
     """
 
     version: int = 0
@@ -806,9 +806,9 @@ class Planner:
     def _next_arrival(self) -> float:
         """Return the virtual time at which a client of a short pool next becomes available.
 
-        A pool is short if the schedule has just requested more clients than are idle and available
-        in it. The result is infinity if clients are always available, or if none becomes available
-        any more.
+        In a short pool, fewer clients are idle and available than the schedule has just requested.
+        The result is infinity if clients are always available, or if none becomes available any
+        more.
         Raises NoClientsLeftError if none becomes available any more and no job is in flight.
         Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """

@@ -23,8 +23,7 @@ class PendingRound:
     probes: the probes of local models, if `evaluate.probe` is set.
     jobs: the jobs that ended in this round.
     scorings: the calls that score this round's models.
-    scored: the vector and the integer buffers of the scored model; None if this round is not
-    scored.
+    scored: the vector and the integer buffers of the scored model; None without scores.
     """
 
     row: Row

@@ -23,7 +23,7 @@ class RunSaver:
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.
     address: the checkpoint to continue from; "" starts a new run.
-    base: the checksum of frozen weights for the final model's file; "" if no weight is frozen.
+    base: the checksum of frozen weights; "" if no weight is frozen.
     """
 
     def __init__(

@@ -252,8 +252,8 @@ class Deadline(_Policy):
     If no update has arrived at the limit, the round waits for the first one.
     cohort: the number of clients that a round dispatches.
     seconds: the time limit in virtual seconds.
-    late: what happens to updates after the limit. "discard": they are discarded. "stale": they are
-    aggregated in the round in which they arrive.
+    late: "discard" discards updates that arrive after the limit. "stale" aggregates them in the
+    round in which they arrive.
     max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
 

@@ -56,7 +56,7 @@ class LossPass:
 
         participation: the number of the client's earlier jobs; random numbers depend on it.
         now: the virtual time of the dispatch in seconds.
-        load: the samples to process, and the floats that the client receives and sends.
+        load: the samples to process, and the floats to receive and to send.
         """
         start = now + self.seconds
         if devices.presence is not None:

@@ -62,7 +62,6 @@ class Server:
     size: the largest number of updates in one aggregation.
     format_client: returns the name of a client for errors.
     unseen: the number of clients that never train this model; 0 if each client has its own replica.
-    replica: the number of this server's replica.
     """
 
     def __init__(

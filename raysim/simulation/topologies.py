@@ -239,12 +239,13 @@ class Gossip(Topology):
     pair of weight 0 does not exchange; other weights have no effect.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one neighbour, and both replicas become their mean.
-    weights: for exchange="neighbours". "metropolis" gives client i and its neighbour j the weight 1
-    / (1 + max(d_i, d_j)), "uniform" 1 / (1 + d_i). d_i is the number of neighbours of i.
+    weights: the weights for exchange="neighbours". "metropolis" gives client i and its neighbour j
+    the weight 1 / (1 + max(d_i, d_j)), "uniform" 1 / (1 + d_i). d_i is the number of neighbours of
+    i.
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
-    probability: for graph="erdos_renyi".
+    probability: the probability that two clients are neighbours, for graph="erdos_renyi".
     degree: the number of neighbours of each client, for graph="expander". A client has fewer if it
     meets a neighbour in several rings.
     """
@@ -347,7 +348,7 @@ def _read_edges(
 
     A weight is returned by (i, j) and by (j, i). The result is {} if no edge has a weight.
 
-    edges: the edges, each [i, j] or [i, j, weight].
+    edges: each [i, j] or [i, j, weight].
     neighbours: for each client the set of its neighbours.
     Raises ValueError for an edge that is not valid, and if only some edges have weights.
     """

@@ -235,9 +235,9 @@ def _read_batch(
     """Check some rows of a trace, and return their content as arrays.
 
     The arrays are the bounds of all intervals, row after row; for each row, the number of its
-    bounds; and each column of `NUMBERS` and `rate_name`. Touching intervals of a row are joined.
+    bounds; and each column of `NUMBERS` and `rate_name`. Touching intervals are joined.
 
-    earlier_rows: the number of rows of the file before this batch, for errors.
+    earlier_rows: the rows of the file before this batch, for errors.
     Raises ValueError if a row has an error.
     """
     for name in ("client", *LISTS):

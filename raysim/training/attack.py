@@ -110,8 +110,8 @@ def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
 class Attackers(Method):
     """The attackers of a run, as a method that comes before the user's methods.
 
-    seed: the seed of the run; it decides which clients attack.
-    train: for each client the rows of its training samples in the data set.
+    seed: the seed that decides which clients attack.
+    train: the rows of each client's training samples in the data set.
     max_norm: the norm above which an update is a failure; None allows any finite norm.
     label: returns the name of a client for errors.
     """

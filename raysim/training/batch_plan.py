@@ -40,8 +40,8 @@ def make_plan(
     The samples are shuffled and cut into batches, or drawn with `local.sampling=replacement`.
 
     samples: the number of the client's training samples.
-    selected: the samples of each epoch, as ascending positions from 0 to `samples` - 1. With
-    `local.steps`, there is an array for each of equal intervals of the steps.
+    selected: for each epoch, ascending positions from 0 to `samples` - 1. With `local.steps`, there
+    is an array for each of equal intervals of the steps.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches: list[np.ndarray] = []

@@ -98,7 +98,7 @@ class InitialWeights:
         """Raise ValueError if the adapters in the file do not fit the run's frozen weights.
 
         Adapters fit if they were trained with the same frozen weights, by the file's checksum
-        (`self.base`). Do nothing without a checksum, or if the run uses no adapter from the file.
+        (`self.base`). Without a checksum or an adapter there is nothing to check.
 
         personal: full names of tensors that stay on the clients; the file may lack them.
         """

@@ -72,8 +72,6 @@ def plan_workers(
 
     Wait up to `runtime.wait` seconds for nodes of Ray's autoscaler. Do not wait if `runtime.wait`
     is null, or if the cluster is only on this machine.
-    concurrency: the number of clients in flight.
-    measure: measures the memory of a job.
     Raises NoRoomError if the cluster is still too small.
     """
     wait_s = options.wait or 0.0
@@ -104,9 +102,9 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is null, the nodes decide the number, up to `concurrency` clients in
-    flight. In a cluster that raysim has joined, resources that other runs use are not counted.
-    Inside a trial of a sweep, the trial's placement group decides.
+    If `runtime.workers` is null, the nodes' resources decide, up to `concurrency` clients in
+    flight. In a cluster that raysim has joined, resources of other runs are not counted. Inside a
+    trial of a sweep, the trial's placement group decides.
     measure: trains one job and returns the memory that it needs.
     Raises ValueError if the cluster is too small.
     """
@@ -234,7 +232,6 @@ def _choose_gpu_share(
     If `runtime.gpus` is null, the share is 1 / n. n is the number of workers for which a GPU has
     memory, or less if the run needs fewer workers.
     concurrency: the number of clients in flight.
-    cluster: the resources of each node.
     need: the memory of a job.
     Raises ValueError if no worker fits, or if `runtime.gpus` is too small.
     """
