@@ -12,8 +12,7 @@ learning rate:
 Departures from the paper
 - If a client has two updates in a buffer, both use the h_i from before this aggregation. Afterwards
   h_i is the later update.
-- Clients without an update count in h as 0, which makes early steps short, unless average="seen"
-  leaves them out.
+- With average="all", as in the paper, early steps are short.
 - Updates have no staleness weights.
 - BatchNorm's statistics become the mean over the updates in the buffer.
 - The paper's MF-CA2FL, which saves memory, is not implemented.

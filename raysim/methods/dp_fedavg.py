@@ -29,7 +29,7 @@ The two epsilons
   nobody.
 
 Departures from the papers
-- s is m / 20, as in the paper, but at least z. With noise 0 no epsilon is reported.
+- The default of s is that of the paper, but at least z. With noise 0 no epsilon is reported.
 - All clients have the same weight. A failed client counts as an update of zero.
 """
 

@@ -6,7 +6,7 @@ head, which is never trained in jobs nor sent. The server averages the bodies. B
 scored, its head is fine-tuned on its samples.
 
 Departures from the paper
-- finetune="head" trains the head with the body in eval mode; "all" trains the whole model.
+- With finetune="head", the body is in eval mode.
 - Columns that end in `_finetuned` have the scores of the clients' own models. The shared model is
   scored, too.
 - The body has the run's optimizer. Weight decay does not change the head.

@@ -11,8 +11,8 @@ and s-_j = cos(P(z_p), P(z)):
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-A pseudo-sample is a mean of samples with the target 1 / C for each of C classes. With
-pseudo="mixture", samples of the batch and their labels are also averaged.
+A pseudo-sample is a mean of samples with the target 1 / C for each of C classes.
+pseudo="mixture" also averages samples of the batch, and their labels.
 
 Departures from the paper
 - Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau

@@ -9,11 +9,8 @@ E:
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   all other samples are biased
     a_e = (1 - cos(pi e / E)) / 2                         (6)   share of biased samples in epoch e
 
-The first `warmup_rounds` rounds train on all samples.
-
 Choices where the paper is silent or inconsistent
-- The biased samples with the lowest losses take part; their number is rounded down. With
-  fraction_of="loss", all biased samples take part, and a_e is a factor on their losses.
+- The biased samples with the lowest losses take part; their number is rounded down.
 - Epochs count from 1, so the last epoch trains on every sample.
 - If several samples are the most uncertain, m is the sample with the lowest loss. A sample whose
   uncertainty is nan is never m.

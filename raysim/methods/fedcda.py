@@ -15,8 +15,6 @@ Departures from the paper
 - Clients without an update so far are left out.
 - F_n is the mean training loss in a job's last epoch. With local.steps, it is the mean over the
   last tenth of the steps.
-- In the warm-up rounds, the server stores models but chooses none. The next version is the mean of
-  the participants (warmup="fedavg") or of all clients' newest models ("selected").
 - BatchNorm's statistics are averaged with their model, but are not part of the norm.
 - The model of a stale client is its base version plus its update. Weights of other methods have no
   effect.

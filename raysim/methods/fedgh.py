@@ -21,7 +21,6 @@ Choices, and departures from the paper
 - conflict_test="current" tests changed updates, as in PCGrad: the first formula applies if <g_i,
   G_j> is negative, the second if <g_j, G_i> is.
 - A changed update is not scaled back to its original length.
-- All trainable parameters of a client form one vector, unless granularity="tensor".
 - "fedgh_hierarchical" treats the last pair (a, b) as FedLD's code does. Let s be the original <a,
   b>. First a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the changed a.
 - "fedgh_hierarchical" first multiplies each update by its weight, divided by the mean weight.

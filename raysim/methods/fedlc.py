@@ -9,7 +9,6 @@ class c. With m_c = tau n_c^(-1/4),
 Departures from the paper
 - The sum includes the true class, as in public re-implementations. Without it, as in the paper
   (denominator="others"), the loss has no lower bound.
-- With count_floor > 0, classes that a client lacks have a finite margin and stay in the sum.
 - With count_floor=0, a client with only one class has loss 0 and no gradient. `fedlc.one_class` in
   the history is the share of such clients.
 - Outputs that the method vhl adds have margin 0.

@@ -23,10 +23,8 @@ Departures from the paper
   of all eigenvalues ("sum"), and updates become shorter.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
-- All trainable parameters of a client form one vector. The authors' code treats each tensor
-  separately, as granularity="tensor" does.
-- In the authors' code, all updates have the same weight, and the rule applies from the third round
-  on.
+- The authors' code has granularity="tensor" and the same weight for all updates. It applies the
+  rule from the third round on.
 - With Mixup, the label of a sample is the class with the largest weight.
 """
 

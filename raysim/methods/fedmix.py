@@ -14,16 +14,14 @@ mean label ybar. f is the model, and with u = (1 - lam) x,
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
 Choices where the paper and the public implementations differ
-- Public implementations divide the mean of l3 by the batch size once more, as taylor_scale="public"
-  does.
+- Public implementations have taylor_scale="public".
 - l3 has the total factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
   loss has the factor lam.
-- The pairs are collected once, before round 0. A step draws a pair for each sample, without
-  replacement, as in the FedBR paper. The FedMix paper draws one pair for the batch (pairs="one").
+- The pairs of a step are drawn without replacement. pairs="each" is the rule of the FedBR paper,
+  pairs="one" that of the FedMix paper.
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
   The paper averages all samples of a client.
-- fresh=True is for reproducing the numbers of FedBR's code, which draws means of raw data in each
-  step.
+- fresh=True is for reproducing the numbers of FedBR's code.
 - The reported task loss is this loss.
 """
 
