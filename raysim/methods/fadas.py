@@ -142,7 +142,7 @@ class FADAS(Method):
     server_lr: the server's learning rate eta.
     threshold: the largest staleness at the full rate; None always uses the full rate.
     rule: the rate for a larger staleness s. "scale" is eta / s, "cap" is min(eta, 1 / s).
-    beta1, beta2: the factors of the old values in the first and the second moment.
+    beta1, beta2: the factors of the old first and second moment.
     eps: the constant that is added to the root in the divisor.
     bias_correction: True corrects the moments for their start at 0.
     """

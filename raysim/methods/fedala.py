@@ -9,7 +9,7 @@ the learning rate of W:
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
 A client's first job trains x. Each later job first learns W, and then trains from theta in the last
-p layers and from x elsewhere. The update is the trained model minus x.
+p layers and from x elsewhere.
 
 W is learnt on a share of the client's samples. The second job makes passes until the losses of the
 last ten have a standard deviation below 0.1. Each later job makes one pass.

@@ -45,10 +45,8 @@ def staleness_weight(
 ) -> float:
     """Return sigma(s), the weight of an update with staleness s; it is at most 1.
 
-    kind: "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b, else 1 / (a (s - b)
-    + 1).
-    a, b: the constants in these formulas, at least 0.
-    Raises ValueError for a negative staleness or another kind.
+    kind, a, b: the settings of `FedAsync`.
+    Raises ValueError for a negative staleness or an unknown kind.
     """
     if staleness < 0:
         raise ValueError(f"staleness={staleness} must be at least 0.")

@@ -148,10 +148,8 @@ class FedBR(Method):
 
     lam: weight of Component 1 (the loss of pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1: the temperature of the similarity of the trained and the received model's features of a
-    pseudo-sample.
-    tau2: the temperature of the similarity of the trained model's features of a pseudo-sample and
-    of a real sample.
+    tau1: the temperature of the similarity of a pseudo-sample to the received model's features.
+    tau2: the temperature of the similarity of a pseudo-sample to a real sample.
         temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,

@@ -132,10 +132,10 @@ class FedExP(Method):
 
     The step is the mean update D times max(minimum, q / (2 (|D|^2 + epsilon))). q is the mean of
     the updates' squared norms.
-    epsilon: a number above 0; a larger one gives a shorter step.
+    epsilon: a larger number gives a shorter step.
     epsilon_scale: "count" multiplies epsilon by the number of participants, "one" does not.
     epsilon_decay: the factor by which each aggregation multiplies epsilon.
-    minimum: the smallest step size; 0 sets no lower bound.
+    minimum: the smallest step size.
     """
 
     name = "fedexp"

@@ -338,7 +338,7 @@ class FedYogi(_Decaying):
 
     server_lr: the server's learning rate eta.
     beta1: the factor on the old first moment.
-    beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
+    beta2: the second moment changes by at most (1 - beta2) times the squared update.
     tau: the constant that is added to the root of the second moment.
     bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t).
     """
