@@ -41,8 +41,8 @@ class Leaf(Source):
     single characters (Shakespeare) are 80 classes, as in LEAF.
     With data.kind=causal, the texts are documents for a language model. The overlapping texts of
     Shakespeare are first joined (`join_windows`).
-    length: the largest number of characters of an input, of which the end is used. With
-    data.kind=causal, a longer document is cut into several samples.
+    length: the largest number of characters of an input. Of a longer text, only the end is used.
+    With data.kind=causal, a longer document is cut into several samples.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None for flat
     arrays.
     images: the folder of the pictures, if any.

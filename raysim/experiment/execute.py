@@ -110,7 +110,7 @@ def run(
     samples.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To
-    continue or repeat the run, pass all other objects again.
+    continue or repeat the run, pass the objects that are not stored.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own objects, which are called at the events of a run after all other observers.
