@@ -1,7 +1,7 @@
 """Run `raysim` in this process, and kill the process after a certain checkpoint.
 
-The first argument is a text. The process is killed once it has written a checkpoint whose path
-contains this text. The remaining arguments are those of `raysim`.
+The process is killed once it has written a checkpoint whose path contains the first argument. The
+remaining arguments are those of `raysim`.
 """
 
 from __future__ import annotations

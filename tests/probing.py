@@ -17,11 +17,10 @@ def make(
 ) -> Probe:
     """Return a probe of random numbers.
 
-    The features of the received model depend only on the version, as in a run.
-    client: the number of the client.
+    The features of the received model depend only on `version`, as in a run.
     version: the version that the client received.
     seen: the number of classes in the client's training data.
-    rows: the number of samples of the central test set.
+    rows: the number of test samples.
     features: the length of a feature vector.
     """
     local, shared = np.random.default_rng(100 + client), np.random.default_rng(version)

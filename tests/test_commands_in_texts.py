@@ -1,8 +1,7 @@
 """Test that each command in a text can be pasted into bash or zsh, and that raysim accepts it.
 
-The texts are all Markdown files, comments in configuration and job files, and the command's help.
-In Markdown, commands are in fenced blocks of bash, and in inline code that begins with `raysim`.
-The fixture `folder` has the runs, files and packages that the commands name.
+The texts are Markdown files, comments in configuration and job files, and the command's help.
+Markdown has commands in bash blocks, and in inline code that begins with `raysim`.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ def here(shell: str) -> str:
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
     """Type all commands of `COMMANDS` into a shell; return the arguments that raysim gets.
 
-    The result maps each command to its arguments, without the word `raysim`. A command that does
-    not run raysim is mapped to an empty list.
+    The result maps each command to the words after `raysim`, or to an empty list if it does not run
+    raysim.
 
     shell: "bash" or "zsh".
     folder: the working folder of the shell.

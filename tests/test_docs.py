@@ -28,10 +28,9 @@ def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def build(folder: Path, errors: Path) -> None:
-    """Build the documentation as HTML, and end this process with Sphinx's exit status.
+    """Build the HTML documentation, and end this process with Sphinx's exit status.
 
-    folder: the folder for the results. The pages are written to its folder `site`, and the parsed
-    sources to its folder `read`.
+    folder: the folder for the results, with the pages in `site` and the parsed sources in `read`.
     errors: the file for warnings and errors.
     """
     from sphinx.cmd.build import main

@@ -109,11 +109,11 @@ def is_private_module(name: str) -> bool:
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
     """Return whether a dotted path has a private name after the imported name.
 
-    In a package of `STRICT`, a name with a single leading underscore is private. In other packages,
-    only the names "_internal" and "_private" are private.
+    In packages of `STRICT`, names with a single leading underscore are private; elsewhere only
+    "_internal" and "_private".
 
-    names: maps each imported name to its dotted path.
-    path: an imported name and the attributes after it, such as "ray.util.get".
+    names: the dotted path of each imported name.
+    path: an imported name with attributes, such as "ray.util.get".
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
@@ -218,10 +218,9 @@ class Scopes:
 def is_own(node: ast.AST, tree: ast.AST) -> bool:
     """Return whether an expression certainly is an object of a class that the file defines.
 
-    True for the variables `self` and `cls`, and for a variable to which the file assigns only new
-    instances of these classes. Also True for an attribute of such a variable.
+    Such are `self`, `cls`, variables to which the file only assigns new instances of its classes,
+    and the attributes of all these.
 
-    node: the expression.
     tree: the syntax tree of the file.
     """
     if not isinstance(node, ast.Name):
@@ -273,13 +272,11 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether an expression is the namespace of another package.
+    """Return whether an expression is the dictionary of another package's names.
 
-    A namespace is a dictionary from names to objects.
-    True for `sys.modules`. Also True for `vars(x)` and `x.__dict__`, unless x certainly is an
-    object of a class that the file defines.
+    It is for `sys.modules`. So are `vars(x)` and `x.__dict__`, unless x certainly is an object of a
+    class that the file defines.
 
-    node: the expression.
     tree: the syntax tree of the file.
     """
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:

@@ -33,9 +33,8 @@ RULES = rules() if SCRIPT.is_file() else None
 def every_block() -> list[dict[str, Any]]:
     """Return the contents of all files with test vectors.
 
-    An entry has the name and the cases of one function. A case is a pair of stored arguments and
-    result. The list is empty if the script `check_vectors.py` is missing. It must be in the folder
-    that the environment variable RAYSIM_SHARED names.
+    An entry has a function's name and cases, which are pairs of stored arguments and result. The
+    list is empty if RAYSIM_SHARED names no folder with `check_vectors.py`.
     """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]

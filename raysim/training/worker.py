@@ -126,7 +126,7 @@ class Worker(SeparateSums):
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
         """Store the rows for probes, and the tensors that clients receive only once in a run.
 
-        constants: the tensors that clients receive only once, as arrays, by "method.name".
+        constants: the tensors that clients receive only once, by "method.name".
         probed_rows: the rows of the central test set on which `evaluate.probe` scores local models.
         """
         self.receiver.store_constants(constants)
@@ -219,12 +219,11 @@ class Worker(SeparateSums):
     def evaluate(
         self, tasks: Sequence[ScoringTask], published: PublishedVersion, *states: StoredState | None
     ) -> list[ScoringReport | SetReport]:
-        """Score clients or the shared model; return a report for each task.
+        """Score clients or the shared model; return one report for each task.
 
-        tasks: each names a client, or the shared model, and the samples to score.
         published: the version to score.
-        states: the client state of each task, or None if it is on this worker. If all states are on
-        this worker, `states` may be left out.
+        states: the client state of each task; None if this worker has this state already. `states`
+        may be left out if this worker has all states.
         """
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)
@@ -234,23 +233,20 @@ class Worker(SeparateSums):
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
-        """Return all tensors of the model that a task would score, by full name; score nothing.
+        """Return all tensors of the model that a task would score, by full name.
 
-        task: the scoring task.
         published: the version to score.
-        sent: the state of the task's client. None if this worker has the state already, or if the
-        scored model does not belong to a client.
+        sent: the state of the task's client. None if this worker has this state, or if the scored
+        model belongs to no client.
         """
         return self.scorer.scored_tensors(task, published, sent)
 
     def client_tensors(
         self, task: ScoringTask, sent: StoredState | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the tensors of the client state of the client that the task scores.
+        """Return the client state of the task's client, by the full names of the tensors.
 
-        The keys of the result are the full names of the tensors in the client state.
-
-        sent: the client state, if it was sent with the call. None means that this worker has it.
+        sent: the client state, if the caller sends it; None means that this worker has the state.
         """
         return self.scorer.client_tensors(task, sent)
 
@@ -372,11 +368,10 @@ class _TrainingCall:
         self._settle(position, update, delta if is_summed else None, left)
 
     def fail(self, position: int, error: BaseException) -> None:
-        """Record that a job has failed; the client's state does not change.
+        """Record that a job has failed, without a change of its client's state.
 
-        Raise the error again if the job had not yet received its client state and its version.
-        position: the position of the job among the jobs of this call.
-        error: the error that the job raised.
+        position: the index of the job among the jobs of this call.
+        Raises `error` if the job had not yet received its client state and its version.
         """
         if position not in self._begun:
             raise error

@@ -39,13 +39,10 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return the state that a client had when one of its jobs ended.
+        """Return a client's state at the end of one of its jobs, on the worker's torch device.
 
-        The tensors of the result are on the worker's torch device.
-
-        job: the number of this job; -1 returns the client's initial state.
-        sent: the state, if it was sent with the call of the worker. None means that this worker has
-        it.
+        job: the number of the job; -1 returns the client's initial state.
+        sent: this state, if the caller sends it; None means that this worker has the state.
         """
         if job < 0:
             return self._initial_of(client)
@@ -77,9 +74,8 @@ class WorkerStates:
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor of a client state is stored.
 
-        A tensor of floats is stored in the run's dtype. All other tensors keep their dtype. A
-        tensor whose name ends in "#float" also keeps its dtype, float64: it represents a Python
-        float of a method.
+        Tensors of floats are stored in the run's dtype, all other tensors in their own. A tensor
+        named "...#float" is a Python float of a method and stays float64.
         """
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

@@ -55,11 +55,11 @@ class WorkerSums:
 
 
 class GroupSum:
-    """The sum of a subtree of the summation tree. Its leaves may be added in any order.
+    """The sum of a subtree of the summation tree. Leaves may be added in any order.
 
     count: the number of leaves of the subtree.
-    total: the sum of the leaves. It is None until the last leaf was added. It stays None if the
-    jobs of all leaves failed.
+    total: the sum. It is None before the last leaf is added, and also if the jobs of all leaves
+    failed.
     """
 
     def __init__(self, count: int):
@@ -70,10 +70,10 @@ class GroupSum:
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
-        """Add weight * delta to the sum, as a leaf of the group's tree.
+        """Add weight * delta to the sum, as one leaf of the group's tree.
 
-        position: the position of the leaf among the leaves of the group, from 0.
-        delta: a job's trained minus its received vector [d]. None, for a failed job, adds nothing.
+        position: the index of the leaf among the leaves of the group.
+        delta: a job's trained minus its received vector [d]; None, for a failed job, adds nothing.
         """
         siblings: list[Tensor] = []  # the sums to which the leaf is added, in this order
         index = position
@@ -92,8 +92,8 @@ class GroupSum:
     def _sum(self, delta: Tensor | None, weight: float, siblings: list[Tensor]) -> Tensor | None:
         """Return weight * delta + siblings[0] + siblings[1] + ..., added in this order.
 
-        The siblings are the sums of neighbouring parts of the tree; they are overwritten. A delta
-        of None is left out; return None if there are no siblings either.
+        The tensors in `siblings` are overwritten. If `delta` is None, return the sum of the
+        siblings, or None without siblings.
         """
         if delta is None:
             return functools.reduce(Tensor.add_, siblings) if siblings else None

@@ -1,7 +1,7 @@
 """Compute on long vectors in blocks that fit into a CPU cache, with several threads.
 
-The size of the blocks and the number of threads do not change the bits of a result. In shapes, d is
-the length of a vector.
+Neither the block size nor the number of threads changes the bits of a result. In shapes, d is the
+length of a vector.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def compile_function(function: F) -> F:
-    """Return a compiled version of `function`, whose arguments are arrays and numbers (numba).
+    """Return a compiled version (numba) of a function of arrays and numbers.
 
-    The first call compiles the function, in about a second, and stores the machine code on disk.
-    The compiled function is faster than PyTorch on long vectors, and runs without Python's global
-    lock. An operation a * b + c is rounded only once. The function may not call a function of
-    another module.
+    The first call of the compiled function takes about a second, and stores the machine code on
+    disk. Compiled code rounds a * b + c only once and runs without Python's global lock. `function`
+    may not call functions of other modules.
     """
     import numba  # slow to import, and few methods need it
 
@@ -89,8 +88,8 @@ def is_finite(values: Tensor) -> bool:
 class _RecycledMemory:
     """Memory of a long vector, which a later vector of the same size uses again.
 
-    NumPy keeps this object as long as an array or a tensor uses the memory. When the object is
-    deleted, the memory is kept for `new_like`.
+    NumPy keeps this object while an array or a tensor uses the memory. After the object is deleted,
+    `new_like` may use the memory.
     """
 
     # The system would clear new memory first, which takes as long as a sum of two vectors.
@@ -140,12 +139,9 @@ def run_compiled(
 ) -> None:
     """Compile `rule` and run it on all entries of the arrays [d], on the CPU, block by block.
 
-    The rule changes arrays in place and returns nothing.
-
-    rule: a function for `compile_function`. It is called as rule(*arrays, *settings, *switches),
-    where each array is one block.
+    rule: a function for `compile_function`, called as rule(*blocks, *settings, *switches). It
+    changes the blocks in place.
     settings: numbers, which are converted to the dtype of the arrays.
-    switches: booleans, which are passed unchanged.
     """
     views = [array.detach().numpy() for array in arrays]
     numbers = [views[0].dtype.type(setting) for setting in settings]

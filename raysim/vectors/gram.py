@@ -26,11 +26,10 @@ _ROWS = 8
 
 
 def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
-    """Return the inner products of m vectors [d] of one dtype: symmetric, float64 [m, m].
+    """Return the inner products of m CPU vectors [d] of one dtype, as float64 [m, m].
 
-    The CPU computes them. Pieces of float32 vectors are multiplied in float32 and added in float64.
-    The error of the product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6 |g_i|
-    |g_j|.
+    Pieces of float32 vectors are multiplied in float32 and added in float64. The error of the
+    product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6 |g_i| |g_j|.
     """
     # Computing everything in float64 takes twice as long. Only the last entries, fewer than _EXACT,
     # are multiplied in float64.
@@ -63,9 +62,8 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 def linear_combination(
     rows: Sequence[Tensor], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 g_1 + w_2 g_2 + ... [d], added up as the server adds up updates.
+    """Return w_1 g_1 + w_2 g_2 + ... [d], bit-identical to the server's sum in this order.
 
-    For the same vectors in the same order, the result is bit-identical to the server's sum.
     rows: the vectors g_i [d].
     weights: the weights w_i.
     into: the tensor for the sum, or None for a new one.

@@ -21,8 +21,8 @@ class Entry:
     """A tensor of a network, which is the slice [start, stop) of the vector.
 
     network: the name of the network, such as "model".
-    path: the name of the tensor in its network, such as "head.weight".
-    parameter: True for a parameter, False for a buffer.
+    path: the tensor's name in the network, such as "head.weight".
+    parameter: False for a buffer.
     personal: True if the tensor stays on the client.
     """
 
@@ -115,7 +115,7 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     """Return the layout of the networks' tensors, network after network.
 
     personal: the full names of the tensors that stay on the clients. Names of frozen parameters and
-    of buffers that are not saved are ignored, because such tensors are not in the layout.
+    of unsaved buffers are ignored, because the layout has no such tensors.
     Raises ValueError for an unknown name.
     """
     stays = frozenset(personal) - _constant_names(networks)
@@ -207,12 +207,12 @@ def _put(holders: Iterable[_Holder], tensor: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class VectorStorage:
-    """Two flat tensors, and the views of them that modules use as parameters and buffers.
+    """Two flat tensors, and views of them for the parameters and buffers of modules.
 
     data: parameters and float buffers.
     counters: integer buffers.
-    views: first a view of `data` for each tensor in `Layout.entries`, then a view of `counters` for
-    each tensor in `Layout.counters`.
+    views: a view of `data` for each tensor in `Layout.entries`, then a view of `counters` for each
+    tensor in `Layout.counters`.
     """
 
     data: Tensor
@@ -221,13 +221,12 @@ class VectorStorage:
 
 
 class Vector:
-    """The state of the networks as two flat tensors.
+    """The parameters and buffers of the networks as two flat tensors.
 
     data: all parameters and float buffers.
     counters: all integer buffers.
-
-    The constructor copies the values of the modules into the flat tensors and replaces the modules'
-    tensors by views of them. Afterwards nothing is copied between a module and the vector.
+    The constructor makes each tensor of the modules a view of a flat tensor, and keeps the tensor's
+    values.
     """
 
     def __init__(
@@ -295,8 +294,7 @@ class Vector:
         """Let the modules use the vector again, after code that may have replaced their tensors.
 
         The values of replaced tensors are copied into the vector. Gradients are deleted, and all
-        parameters require gradients again. Raises ValueError if a tensor has another shape than
-        before.
+        parameters require gradients again. Raises ValueError if the shape of a tensor has changed.
         """
         storage = self.storage(self.data, self.counters)
         entries = [*self.layout.entries, *self.layout.counters]
@@ -322,11 +320,11 @@ class Vector:
 
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the tensors of the modules and of this vector inside `with`.
+        """Replace the tensors of this vector and of the modules inside `with`.
 
-        data: the flat tensor of floats, in place of `self.data`.
-        counters: the flat tensor of the integer buffers, in place of `self.counters`.
-        tensors: the tensors for the modules, in the order of `layout.entries` and then of
+        data: the replacement of `self.data`.
+        counters: the replacement of `self.counters`.
+        tensors: the modules' tensors, in the order of `layout.entries` and then of
         `layout.counters`. They need not be views of `data` and `counters`.
         """
         before = (
@@ -365,11 +363,11 @@ class Vector:
         return [self.parameters[entry.name] for entry in entries]
 
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
-        """Return a dictionary from each tensor's full name to a view of `flat` or of `counters`.
+        """Map the full name of each tensor to a view of `flat` or of `counters`.
 
-        flat: the floats of all tensors [layout.total], or of the shared tensors [layout.shared].
-        counters: the entries of all integer buffers [layout.total_counters], or of the shared
-        integer buffers [layout.shared_counters].
+        flat: all floats [layout.total], or only the shared ones [layout.shared].
+        counters: the entries of all integer buffers [layout.total_counters], or only of the shared
+        ones [layout.shared_counters].
         """
         views: dict[str, Tensor] = {}
         for entry in self.layout.entries:

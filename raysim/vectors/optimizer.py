@@ -28,10 +28,10 @@ class OptimizerSettings:
     """The settings of the local optimizer.
 
     kind: the optimizer. "muon" is for tensors of two or more dimensions.
-    momentum: the factor of SGD's momentum; 0 uses no momentum.
+    momentum: the momentum of SGD; 0 uses none.
     nesterov: True uses Nesterov's momentum in SGD.
-    weight_decay: with "sgd" and "adam" it is added to the gradient; the other optimizers decay the
-    parameters themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.
+    weight_decay: "sgd" and "adam" add weight_decay * parameters to the gradient. Other optimizers
+    shrink the parameters directly (Loshchilov and Hutter, ICLR 2019).
     """
 
     kind: OptimizerKind = "sgd"
@@ -109,10 +109,10 @@ class LocalOptimizer:
         self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Make an optimizer step: change `params` in place, with the gradients `grads`.
+        """Change `params` in place by one optimizer step with the gradients `grads`.
 
-        rate: the learning rate. It is a scalar tensor if the step is recorded, for example as a
-        CUDA graph, because the rate may then change between replays.
+        rate: the learning rate. In a recorded step it is a scalar tensor, because it may change
+        between replays.
         """
         settings = self.settings
         self.steps += 1
@@ -192,10 +192,10 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make one step of Adam, where a tensor gives the number of steps.
+        """Make one step of Adam; a tensor gives the number of steps.
 
-        counts: the number of steps so far, including this step. It is a scalar tensor, or a tensor
-        [K] with the number for each row of parameters [K, ...].
+        counts: the number of steps including this one. It is a scalar, or [K] with a number for
+        each row of parameters [K, ...].
         """
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
@@ -217,12 +217,12 @@ class LocalOptimizer:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return approximately the nearest matrix [n, m] that has orthonormal rows or columns.
+    """Return the matrix nearest to `matrix` that has orthonormal rows or columns, roughly.
 
-    The function makes five steps of the quintic Newton-Schulz iteration in bfloat16, as
-    torch.optim.Muon does.
+    The result has the dtype bfloat16. It comes from five steps of the quintic Newton-Schulz
+    iteration, as in torch.optim.Muon.
 
-    matrix: the matrix [n, m] to which the result is near. It is not changed.
+    matrix: a matrix [n, m]. It is not changed.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -238,12 +238,12 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimizers of K clients, whose parameters and buffers are stacked.
+    """The optimizers of K clients, as one optimizer of stacked parameters.
 
     Row k of each stacked tensor [K, ...] belongs to client k of the stack. Each row has its own
     number of steps.
 
-    like: the stacked parameters [K, ...], or tensors of the same shapes.
+    like: tensors of the same shapes as the stacked parameters.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -296,11 +296,10 @@ class StackedOptimizer(LocalOptimizer):
 class RecordedOptimizer(LocalOptimizer):
     """The optimizer of steps that are recorded once and then replayed (`runtime.graph`).
 
-    A replay uses the same tensors as the recording. Therefore the buffers and the step count are
-    always the same tensor objects. The caller increases `steps`, because a replay runs no Python
-    code.
+    The buffers and the step count stay the same tensor objects, because a replay needs this. The
+    caller increases `steps`: a replay runs no Python code.
 
-    like: the parameters, or tensors of the same shapes.
+    like: tensors of the same shapes as the parameters.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -424,9 +423,8 @@ class Optimizers:
     ) -> None:
         """Add an optimizer to the job, or replace the optimizer of the same name.
 
-        shared: the parts of the run's vector that this optimizer changes and that clients share.
-        rate_factor: the product of two factors on the learning rate: the stage's factor, and the
-        factor from `local.rates`.
+        shared: the parts of the run's vector that the optimizer changes and that clients share.
+        rate_factor: the stage's factor on the learning rate, times the factor from `local.rates`.
         """
         self._working[name] = _StageOptimizer(optimizer, shared, rate_factor)
 
@@ -448,9 +446,9 @@ class Optimizers:
     def movements(self) -> list[tuple[slice, int, float]]:
         """Return (slice, steps, factor) for the shared parameters that optimizers changed.
 
-        "slice" is a part of the run's vector. "steps" is the number of optimizer steps that this
-        job made on the slice. The mean learning rate of these steps is "factor" times the learning
-        rate of the job.
+        slice: a part of the run's vector.
+        steps: the number of this job's optimizer steps on the slice.
+        factor: the mean learning rate of these steps, divided by the job's learning rate.
         """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():

@@ -21,11 +21,10 @@ GIB = 2**30
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
-    """Return an empty cache [0, ...] with reserved space for `shape`.
+    """Return an empty cache [0, ...] with reserved space for `shape`, [rows, ...].
 
-    shape: the shape of a full cache, [rows, ...].
-    place: "disk" makes a file of the full size in the folder for temporary files. With "memory", a
-    row occupies memory only after it was first written.
+    place: "disk" makes a file of the full size in the folder for temporary files. With "memory",
+    only rows that were written occupy memory.
     Raises ValueError if the disk is too small.
     """
     if place == "memory" or not math.prod(shape):
@@ -64,10 +63,8 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
     """Return the rows of a cache as a tensor whose storage has space for `capacity` rows.
 
-    The function copies `rows` to a new storage in two cases: if the storage is too small, or if
-    `rows` is in memory and `place` is "disk".
-
-    place: where a new storage is reserved, "disk" or "memory".
+    The function copies `rows` to a new storage if the old storage is too small, or if `rows` is in
+    memory and `place` is "disk".
     """
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
@@ -82,11 +79,11 @@ def check_budget(
 ) -> None:
     """Raise ValueError if a cache of one row per client may become larger than its budget.
 
-    key: the key of the method ("method.ace").
+    key: the method's key ("method.ace").
     size: bytes for each client.
     budget: the limit in GiB.
     what: the kind of rows, for the error.
-    less: another setting that would fit ("method.fedcda.memory=2"), for the error; "" for none.
+    less: for the error, another setting that would fit ("method.fedcda.memory=2"); "" for none.
     """
     needed = clients * size / GIB
     if needed <= budget:

@@ -40,12 +40,12 @@ def num_levels(count: int) -> int:
 
 
 def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
-    """Return the fewest parts of a tree that together have exactly the given leaves.
+    """Return the fewest subtrees that together have exactly the given leaves.
 
-    Each part is the range of its leaves' positions. The parts are in ascending order.
+    A subtree is returned as the range of its leaves' positions; the ranges ascend.
 
-    positions: the positions of the leaves, in any order.
-    count: the number of leaves of the tree.
+    positions: the positions of the given leaves, in any order.
+    count: the number of leaves of the whole tree.
     """
     ranges: list[range] = []
     start = stop = -1  # consecutive positions, from start to stop - 1
@@ -118,9 +118,7 @@ def sum_in_tree(
 def weighted_sum(
     arrays: Sequence[np.ndarray], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 a_1 + w_2 a_2 + ... [d], added up in a summation tree.
-
-    Term i is the leaf at position i of the tree.
+    """Return w_1 a_1 + w_2 a_2 + ... [d], added in a summation tree with these leaves.
 
     arrays: the vectors a_i [d], at least one.
     weights: the weights w_i.
@@ -133,11 +131,9 @@ def weighted_sum(
 
 
 def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
-    """Return the sum of a whole tree, from the sums of parts that together have all its leaves.
+    """Return the sum of a whole tree from the sums of its parts; None if all sums are None.
 
-    The result is None if all sums are None.
-
-    parts: for each sum, the range of the positions of its leaves.
+    parts: for each part, the range of its leaves' positions. Together, the parts have all leaves.
     sums: the sum of each part; None for a part without leaves.
     """
     count = max(part.stop for part in parts)
@@ -167,11 +163,10 @@ class _Add(NamedTuple):
 class _Plan:
     """The instructions that compute the sum of a tree with a few buffers.
 
-    A buffer is a vector for an intermediate result. Buffer 0 contains the sum after the last
-    instruction.
+    A buffer is a vector for an intermediate result. At the end, buffer 0 contains the sum.
 
     leaves: the leaves of the tree; None for a missing leaf.
-    sums: sums of subtrees that are already known, by the range of the leaves' positions.
+    sums: known sums of subtrees, by the range of leaf positions.
     """
 
     def __init__(self, leaves: Sequence[TreeLeaf | None], sums: RangeSums):

@@ -380,9 +380,9 @@ class Own(Method):
 def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPlan:
     """Return the plan of a study with a run of FedAvg and a run of a user's method.
 
-    The two runs are executed at the same time.
-    name: the name of the user's method, a key of `ABSORB`. The value of the key is the line of code
-    in the method's hook `absorb`.
+    The plan executes both runs at the same time.
+    name: the method's name, a key of `ABSORB`. The value of this key is the code of the hook
+    `absorb`.
     """
     Path(f"{name}.py").write_text(OWN_METHOD.format(name=name, absorb=ABSORB[name]))
     Path("own/method").mkdir(parents=True)
@@ -433,8 +433,8 @@ def example_study() -> StudyPlan:
 def example_scores(planned: StudyPlan, missing: Sequence[str] = ()) -> list[RunScores]:
     """Return artificial scores of the runs of a study.
 
-    The score of fedprox is that of fedavg plus 0.01, 0.02 and 0.03 with the seeds 0, 1 and 2.
-    scaffold has the same scores as fedavg.
+    With the seeds 0, 1 and 2, fedprox scores 0.01, 0.02 and 0.03 more than fedavg. scaffold scores
+    the same as fedavg.
     missing: the names of runs without a score.
     """
     scores = []

@@ -513,11 +513,11 @@ class UnstableClient:
 # --- jobs on a cluster --------------------------------------------------------------------------
 @dataclass
 class Cluster:
-    """A Ray cluster that requires a token, and a process whose `raysim` commands use the cluster.
+    """A Ray cluster that requires a token, and a process whose commands use this cluster.
 
-    url: the address of the cluster's head node, for `--address`.
-    env: the environment variables of the head node; they name the file with the token.
-    process: a process with these environment variables, in which the tests run `raysim`.
+    url: the address of the head node, for `--address`.
+    env: the head node's environment variables, which name the file with the token.
+    process: a process with the same variables, which runs `raysim`.
     """
 
     url: str
@@ -617,8 +617,8 @@ def start(words: list[str], env: dict[str, str], log: Path) -> int:
     """Start a head node; return the number of its process group, 0 if it did not start.
 
     words: the command that starts the head node.
-    env: the environment variables of the command.
-    log: the file to which the command's output is written.
+    env: the command's environment variables.
+    log: the file for the command's output.
     """
     with log.open("w") as stream:
         starting = subprocess.Popen(
@@ -665,9 +665,9 @@ def answers(url: str, token: str) -> bool:
 class Submitted:
     """A job on the Ray cluster that ended without an error.
 
-    package: the folder that `raysim new` made. The job uses the Python package in it.
-    out: the folder that the run of the job wrote.
-    job: the name of the job on the cluster, which `raysim fetch` needs.
+    package: the folder from `raysim new` with the Python package that the job uses.
+    out: the folder that the job's run wrote.
+    job: the job's name on the cluster, for `raysim fetch`.
     lines: the lines that `raysim submit` printed.
     """
 

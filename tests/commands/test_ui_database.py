@@ -30,11 +30,10 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 def begin(folder: Path, earlier: int = 0, parent: Path | None = None) -> StoredTracker:
-    """Start the tracker of a run.
+    """Start the tracker of the run in `folder`.
 
-    folder: the folder of the run.
     earlier: the number of rounds before the run was resumed; 0 for a new run.
-    parent: the folder of the study to which the run belongs; None for a run without a study.
+    parent: the folder of the run's study; None for a run without a study.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tracker = StoredTracker(folder)

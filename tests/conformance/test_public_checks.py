@@ -48,9 +48,9 @@ FEW = Synthetic(samples=80, test_samples=10, classes=5)
 
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
-    """Return the messages of the public checks that fail; the keys are the names of these checks.
+    """Return the messages of the public checks that fail, by the name of the check.
 
-    part: the object to check: a method, schedule, fleet, compressor or the like.
+    part: the method, schedule, fleet, compressor or similar object to check.
     study: the data and settings of the runs that the checks make; None for small data.
     """
     messages = {}
@@ -223,10 +223,10 @@ def users_method(**attributes: Any) -> Method:
 
 
 def failed_in_runs(method: Method) -> dict[str, str]:
-    """Return the message of each check that a federated method fails; the keys are check names.
+    """Return the messages of the checks that a federated method fails, by check name.
 
-    The check that the method can be pickled is left out. Python cannot pickle an object whose
-    class is defined in a function, and the tests define such classes.
+    The check that the method can be pickled is left out: tests define classes inside functions, and
+    Python cannot pickle their objects.
     """
     messages = failed_checks(method, ROUNDS)
     messages.pop("a file can hold it", None)

@@ -92,9 +92,8 @@ def test_hook_unpacks_a_packed_tensor_into_arguments_of_the_network() -> None:
 class Items(Dataset[Any]):
     """A data set whose samples have two inputs and a label.
 
-    form: the type of a sample. With "dictionary", it is {"numbers": ..., "words": ..., "label":
-    ...}. With "pair", it is ({"numbers": ..., "words": ...}, label). With "tuple", it is ((numbers,
-    words), label).
+    form: the type of a sample. "dictionary" is {"numbers": ..., "words": ..., "label": ...}, "pair"
+    is ({"numbers": ..., "words": ...}, label), and "tuple" is ((numbers, words), label).
     """
 
     def __init__(self, form: str):

@@ -304,8 +304,8 @@ def write_labels(
     """Write two Parquet files with an input "x" and a label; return a source that reads them.
 
     train: the labels of the training samples.
-    test: the labels of the test samples; None means the same labels as for training.
-    names: the names of the classes in the files' metadata; None means no names.
+    test: the labels of the test samples; None for those of training.
+    names: the class names in the files' metadata; None for no names.
     """
     for split, labels in (("train", train), ("test", train if test is None else test)):
         table = pa.table({"x": np.arange(float(len(labels))), "label": labels})

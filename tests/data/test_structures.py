@@ -49,10 +49,10 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 
 
 class Padded:
-    """A loss with a `collate` function. The network predicts the number of boxes of each sample.
+    """A loss for a network that predicts the number of boxes of each sample.
 
-    The loss of a sample is the squared error of this number. `collate` returns the true numbers of
-    boxes for the targets of a batch.
+    The loss of a sample is the squared error of this number. `collate` returns the true numbers for
+    the targets of a batch.
     """
 
     def collate(self, targets: list[dict[str, Tensor]]) -> Tensor:

@@ -374,8 +374,8 @@ def write_clients(folder: Path, split: str, sizes: list[int]) -> None:
     """Write a .npz file for each client. All inputs of a client are the client's number.
 
     folder: the folder of the data set.
-    split: the name of the subfolder for the files, such as "train".
-    sizes: for each client, the number of samples.
+    split: the subfolder for the files, such as "train".
+    sizes: the number of samples of each client.
     """
     (folder / split).mkdir(parents=True, exist_ok=True)
     for client, size in enumerate(sizes):

@@ -34,9 +34,8 @@ def write_parquet(
     """Write one Parquet file with the columns "image" and "label".
 
     struct: True stores an image as {"bytes": ..., "path": ...}, as Hugging Face does; False stores
-    only the bytes of its PNG file.
-    columns: further columns, by name. The key `metadata` is not a column but the metadata of the
-    file.
+    only the PNG bytes.
+    columns: further columns, by name. The key `metadata` is the metadata of the file.
     """
     content = [encoded(one) for one in pixels]
     images = (

@@ -53,10 +53,10 @@ class Waited(Observer):
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return an empty list, in which a test writes the rounds after which a process is lost.
+    """Return an empty list, to which a test adds rounds after which a process is lost.
 
-    Each start of a run removes the first round from the list. The run then loses a process after
-    this round. If the list is empty, the run loses no process.
+    Each start of a run removes the first round from the list, and loses a process after this round.
+    With an empty list, the run loses no process.
     """
     whole, rounds = inprocess.run, list[int]()
 

@@ -80,9 +80,9 @@ def values(path: Path) -> dict[str, Any]:
 def option_parts(option: str) -> dict[str, dict[str, Any]]:
     """Return the settings in the file of an option.
 
-    If the group is "method", the result has a key "method.NAME" for each method in the file.
-    Otherwise its only key is the name of the group, such as "fleet".
-    option: the path of the option's file below `conf`, without its ending.
+    For the group "method", the keys are "method.NAME" for each method in the file. Otherwise the
+    only key is the name of the group.
+    option: the file's path below `conf`, without its ending.
     """
     group = option.partition("/")[0]
     node = values(conf_folder() / f"{option}.yaml")

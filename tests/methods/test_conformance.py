@@ -509,11 +509,10 @@ WATCHED = [
 class Watched:
     """A run of five rounds whose messages were checked.
 
-    name: the name of a method or of one of its variants, as in `FREIGHT`; or "fedavg".
-    schedule: the schedule of the run.
-    make: function that returns the run's `RunSpec`, with new objects for its methods.
+    name: a method or a variant from `FREIGHT`, or "fedavg".
+    make: function that returns the run's `RunSpec` with new methods.
     seen: the finished run, and the contents of its messages.
-    folder: the folder with the run's checkpoint after round 3.
+    folder: the folder with the checkpoint after round 3.
     """
 
     name: str
@@ -526,8 +525,7 @@ class Watched:
 def settings_of(name: str) -> dict[str, Any]:
     """Return the keyword arguments of `study` for the tests of a method.
 
-    The result is {"model": ...}, with the model on which the method is tested. It is empty for
-    "fedavg".
+    They are {"model": ...}, the model on which the method is tested, or {} for "fedavg".
     name: the name of a method, or of a variant such as "fedbr once".
     """
     row = TABLE.get(name.partition(" ")[0])
@@ -908,8 +906,7 @@ COVERING = covering(list(TABLE), COMPATIBLE)
 def lists_with_each_method(most: int = 8) -> list[list[str]]:
     """Divide the methods of `TABLE` into lists of compatible methods; return their names.
 
-    Each method is in exactly one list. Methods with client state and methods without it are in
-    different lists.
+    Each method is in one list. No list has both methods with client state and methods without it.
     most: the largest number of methods in a list.
     """
     lists: list[list[str]] = []

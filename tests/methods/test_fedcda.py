@@ -49,11 +49,10 @@ def case(
 ) -> dict[str, Any]:
     """Return random arguments for FedCDA's selection of one model per client.
 
-    The parameters of all models are close to 10.
-    clients: the number of clients for which a model is to be selected.
+    clients: the number of clients whose model is to be selected.
     memory: the largest number of candidate models of a client.
     fixed: the number of additional clients, whose models are already selected.
-    size: the number of parameters of a model.
+    size: the number of parameters of a model, all near 10.
     """
     draw = np.random.default_rng(seed)
     return {
@@ -154,9 +153,9 @@ def step(
     losses: dict[int, float] | None = None,
     base: int = -1,
 ) -> None:
-    """Let the server aggregate the updates of some clients.
+    """Let the server aggregate updates of clients.
 
-    models: pairs of a client and its trained model.
+    models: for each update, the client and its trained model.
     losses: maps a client to the loss that it uploads; a missing loss is 0.
     base: the version from which the clients trained; -1 means the current version.
     """

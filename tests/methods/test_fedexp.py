@@ -62,9 +62,9 @@ class Watch(Method):
 
     It must be the last method of the list.
     vectors: the initial model, then the model after each step.
-    steps: for each step, the updates of the M clients [M, shared], the weights [M] of these updates
-    and FedExP's step size.
-    directions: for each step, the vector that the server adds to the model.
+    steps: for each step, the updates [M, shared] of M clients, their weights [M] and FedExP's step
+    size.
+    directions: the vector that each step adds to the model.
     """
 
     name = "watch"

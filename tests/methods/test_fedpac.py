@@ -107,11 +107,11 @@ def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
 
 
 def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """Return random variances V [clients] and features h [clients, 3, 5]; see `quadratic`.
+    """Return random variances V [clients] and features h [clients, 3, 5] for `quadratic`.
 
-    kind: how the clients differ. "near", "plain" and "far" give h with a small, medium and large
-    spread. "twins" gives pairs of clients with equal h, and some V are 0. "mixed" gives spreads and
-    variances of very different sizes.
+    kind: the spread of h between clients. It is small for "near", medium for "plain" and large for
+    "far". "mixed" mixes very different h and V. With "twins", pairs of clients have equal h, and
+    some V are 0.
     """
     draw = np.random.default_rng(seed)
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
@@ -268,7 +268,7 @@ def train(
 
     turn: the number of earlier jobs of this client.
     state: the client state before the job; None means the initial state.
-    download: the tensors that the server sends for the method, by name; None means no tensors.
+    download: the tensors that the server sends for the method, by name; None means none.
     """
     networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)

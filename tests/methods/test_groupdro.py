@@ -28,8 +28,8 @@ class Watch(GroupDRO):
     """A GroupDRO that stores values of each aggregation in lists.
 
     settings: a GroupDRO, whose settings are copied.
-    losses: the losses that clients uploaded, one for each update.
-    log_weights: the logarithms of GroupDRO's weights of all clients, after the aggregation.
+    losses: the uploaded loss of each update.
+    log_weights: the logarithms of all clients' GroupDRO weights after the aggregation.
     weights: the weights of the updates.
     vectors: the new versions.
     """

@@ -68,10 +68,10 @@ def population(clients: int = 4) -> FederatedData:
 class Watch(Method):
     """A method that stores the parameters at the start and at the end of each job.
 
-    In the list of methods it must stand after PartialFed.
-    started: for each job four values: the number of the client's earlier jobs, the shared
-    parameters, `LocalJob.start`, and BatchNorm's counters.
-    ended: maps a client and the number of its earlier jobs to the trained parameters.
+    It must stand after PartialFed in the list of methods.
+    started: for each job, the number of the client's earlier jobs, the shared parameters,
+    `LocalJob.start`, and BatchNorm's counters.
+    ended: the trained parameters, by client and number of earlier jobs.
     """
 
     name = "watch"
@@ -118,9 +118,9 @@ class Client:
     ) -> Context:
         """Train the client's next job.
 
-        base: the received parameters, [d]; None means the initial ones.
-        counters: the received counters of BatchNorm; None means the initial ones.
-        version: the base version of the job; None means the number of earlier jobs.
+        base: the received parameters [d]; None for the initial ones.
+        counters: the received counters of BatchNorm; None for the initial ones.
+        version: the job's base version; None for the number of earlier jobs.
         """
         version = self.turn if version is None else version
         job = Job(self.turn, 0, self.turn, version, self.turn - 1, 1.0)

@@ -1,9 +1,8 @@
 """Test the hook `perturb` with every method.
 
-With this hook, a step computes two gradients, as in sharpness-aware minimisation. The first one is
-the gradient at the model's parameters, the second one at parameters that the hook has shifted. The
-forward passes of the two gradients may differ only in the parameters. They must use the same batch,
-the same dropout masks and the same BatchNorm statistics.
+With this hook, a step computes two gradients, as in sharpness-aware minimisation: at the model's
+parameters, and at shifted parameters. Both forward passes must use the same batch, the same dropout
+masks and the same BatchNorm statistics.
 """
 
 from __future__ import annotations

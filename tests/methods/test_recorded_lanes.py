@@ -198,8 +198,7 @@ class TestNumbers:
 class Leaning(Method):
     """A method that pulls the outputs of client c towards c / 4.
 
-    The server sends the number c / 4 to client c. It also sends the strength of the pull, which is
-    the same number for all clients.
+    The server sends the number c / 4 to client c, and the strength of the pull to all clients.
     """
 
     name = "leaning"

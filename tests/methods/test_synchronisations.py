@@ -68,11 +68,9 @@ def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def most_waits(name: str) -> int:
-    """Run two rounds of a method; return the largest number of waits in the steps of a job.
+    """Run two rounds of a method; return the largest number of waits in a job's steps.
 
     A wait is an operation for which the CPU would wait if the device were a GPU.
-
-    name: the name of the method.
     """
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name in ("inco", *LORA_METHODS) else MLP

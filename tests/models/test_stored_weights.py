@@ -36,8 +36,8 @@ def stored(layer: Any, kind: type[HalfWeight | FourBitWeight] = HalfWeight) -> S
 def round_to_four_bits(weight: Tensor) -> Tensor:
     """Round each entry to the nearest value that NF4 can store.
 
-    The weight is divided into blocks of 64 entries. In a block, NF4 can store 16 values: its levels
-    from -1 to 1, times the largest absolute entry of the block.
+    In a block of 64 entries, NF4 can store 16 values: its levels from -1 to 1, times the largest
+    absolute entry of the block.
     """
     levels = torch.tensor(NF4_LEVELS)
     blocks = []
@@ -88,10 +88,10 @@ def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights(
 
 
 def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
-    """Compute the levels of NF4 by the paper's Equation 4, and compare them with raysim's.
+    """Compare raysim's levels of NF4 with the levels by the paper's Equation 4.
 
-    By the equation, the largest level is the quantile of probability 1, which is infinite. This
-    test uses the probability of the released code, 1 - (1/32 + 1/30) / 2.
+    By the equation, the largest level is infinite, as the quantile of probability 1. This test uses
+    the probability of the released code, 1 - (1/32 + 1/30) / 2.
     """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])

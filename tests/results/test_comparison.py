@@ -27,7 +27,7 @@ def save(folder: Path, method: str, seed: int, final: float, floats: int = 1000)
     """Write the folder of a run with three rounds, and return the folder.
 
     final: the accuracy after the last round; it is lower in earlier rounds.
-    floats: how many floats the clients send in a round; they receive as many.
+    floats: how many floats the clients receive, and also send, in a round.
     """
     folder.mkdir(parents=True)
     rows: list[dict[str, int | float | None]] = [

@@ -94,9 +94,9 @@ def test_curves_have_no_axis_for_a_cost_that_is_0_and_use_colours_of_the_page() 
 def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
-    """A cost becomes an x-axis if two runs differ clearly in this cost after the same round.
+    """Traffic or virtual time becomes an x-axis if two runs differ clearly in this cost.
 
-    Traffic and virtual time are such costs. A difference of 0.1% is too small. Wall time never
+    The costs after the same round are compared; a difference of 0.1% is too small. Wall time never
     becomes an axis here, because it depends on the machine.
     """
     each = [

@@ -52,7 +52,6 @@ def make(
 ) -> stored_runs.Run:
     """Write the folder of a run, and return the run as raysim loads it from this folder.
 
-    folder: the folder to make.
     scores: the score of each round.
     config: the text of the run's config.yaml.
     finished: True also writes summary.json, which only a finished run has.

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.pictures
 def make_jobs(*jobs: tuple[int, float, float, str, int]) -> Jobs:
     """Return a table of jobs. Job k = 1, 2, ... ends in round k.
 
-    jobs: for each job a tuple of client, start time and finish time (s), end, and staleness (in
-    versions). The end says what became of the job, such as "aggregated" or "lost".
+    jobs: for each job the client, the start and finish time in seconds, the end (such as
+    "aggregated" or "lost"), and the staleness in versions.
     """
     client, start, finish, fate, stale = (np.array(each) for each in zip(*jobs, strict=True))
     codes, rounds = (
@@ -57,10 +57,9 @@ ROWS: list[Row] = [
 
 
 def draw_panels(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
-    """Draw the timeline of a run, and return its panels.
+    """Draw the timeline of a run; return its panels: clients, fleet and workers.
 
-    The panels show clients, fleet and workers. A run with stale updates has a fourth panel, which
-    shows the staleness.
+    A run with stale updates has a fourth panel, which shows the staleness.
     jobs: the jobs to draw.
     rows: the rows of the history; None takes `ROWS`.
     """

@@ -61,10 +61,10 @@ def rows(first: int, last: int) -> list[Row]:
 class Shelf:
     """A stand-in for MLflow's server.
 
-    steps: the round numbers of the rows that it has stored.
-    down: if True, each call to the server fails.
-    late: if True, the server stores the rows and then fails, as if its answer were lost.
-    gate: the server answers calls only while this event is set.
+    steps: the round numbers of the stored rows.
+    down: True lets each call fail.
+    late: True lets the server store the rows and then fail, as if its answer were lost.
+    gate: an event; the server answers calls only while this event is set.
     """
 
     def __init__(self) -> None:
@@ -110,11 +110,11 @@ class Shelf:
 
 
 def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
-    """Return a tracker that sends rows to the stand-in server, and make the tracker's folder.
+    """Return a tracker that sends rows to the stand-in server.
 
-    folder: the tracker's folder.
+    folder: the tracker's folder, which this function makes.
     shelf: the stand-in server.
-    said: a list to which the tracker's printed lines are appended.
+    said: a list that receives the lines that the tracker prints.
     patience: how many seconds the tracker waits for the server at the end of the run.
     """
     folder.mkdir(exist_ok=True)

@@ -430,10 +430,10 @@ def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver(second_cache: Path) -> Iterator[Call]:
-    """Yield a function that calls a function in another process and returns its result.
+    """Yield a function that runs code in the driver of a Ray cluster with two nodes.
 
-    The other process is the driver of a Ray cluster with two nodes. So the process that runs the
-    tests may use a different Ray cluster at the same time.
+    The driver is another process than that of the tests. The function's first argument is the
+    function to run there; its result is returned.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
@@ -576,10 +576,10 @@ SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), round
 
 
 def _run_with_and_without_sums() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
-    """Make two runs. Nodes add up the updates of their workers in the first run only.
+    """Make two runs; nodes add up the updates of their workers in the first run only.
 
-    Return a pair for each run: the sha256 pair (model, state), and a dictionary. The dictionary
-    maps the name of each remote call to the nodes that received such a call.
+    Return for each run the sha256 pair (model, state), and a dictionary from each remote call's
+    name to the nodes that received the call.
     """
     from raysim.runtime import ray as on_ray
 
@@ -887,10 +887,10 @@ def test_worker_processes_are_reused_by_equal_runs_until_a_failure(
 
 # --- inside a search ------------------------------------------------------------------------------
 def _run_as_trial() -> tuple[tuple[str, str], list[str], Size]:
-    """Make a run in the placement group of this process, as in a trial of Ray Tune.
+    """Make a run in this process's placement group, as in a trial of Ray Tune.
 
-    Return three things: the sha256 pair (model, state), the names of all placement groups, and the
-    number and resources of the workers that raysim planned.
+    Return the sha256 pair (model, state), the names of all placement groups, and raysim's plan of
+    the workers.
     """
     from raysim.runtime import ray as on_ray
 

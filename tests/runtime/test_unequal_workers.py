@@ -63,9 +63,9 @@ def _stop_cluster() -> None:
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
     """Start a Ray cluster of two nodes; yield a function that runs code in its driver.
 
-    The driver is a separate process. The yielded function has the arguments (function, *args). It
-    runs function(*args) in the driver, and returns the result.
-    environment: environment variables that only the second node has.
+    The driver is a separate process. The yielded function has the arguments (function, *args) and
+    returns function(*args).
+    environment: environment variables of the second node only.
     folder: the working folder of the driver.
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -88,9 +88,9 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     """Start a Ray cluster of two nodes; yield a function that runs code in its driver.
 
-    The driver is a separate process. The yielded function has the arguments (function, *args). It
-    runs function(*args) in the driver, and returns the result. The second node uses other CPU
-    kernels, and a copy of raysim with one additional comment.
+    The yielded function has the arguments (function, *args), and returns function(*args), called in
+    the driver's process. The second node uses other CPU kernels, and a copy of raysim with an
+    additional comment.
     """
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(

@@ -72,7 +72,7 @@ def parts_of(jobs: Sequence[Job], count: int) -> int:
     Updates of a subtree of the summation tree become one vector.
 
     jobs: the worker's jobs.
-    count: the number of jobs on all workers, which is the number of leaves of the tree.
+    count: the number of jobs on all workers.
     """
     return len(covered_ranges([job.number for job in jobs], count))
 

@@ -326,9 +326,8 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 def test_one_query_for_many_markov_clients_equals_a_query_for_each_client() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
-    In each step of the Markov chain, two random ranges of client numbers are drawn. Clients in the
-    first range become available, and clients in the second one become unavailable. The test uses
-    the first and the last clients of these ranges.
+    Each step of the Markov chain makes one random range of client numbers available and another
+    unavailable. The test queries the clients at the ends of both ranges.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)

@@ -55,8 +55,8 @@ def weights_by_round(
 ) -> tuple[FinishedRun, dict[int, Any]]:
     """Make a run of eight rounds; return the finished run and its scored models.
 
-    The scored models are a dictionary. It maps the number of a version to the tensors that were
-    scored, by full name.
+    A scored model is a dictionary of tensors by full name. The scored models are keyed by version
+    number.
 
     folder: the folder that the run writes.
     settings: further arguments of `tiny_runs.coordinate`.

@@ -198,8 +198,7 @@ def test_permissions_of_checkpoint_files_follow_the_umask(tmp_path: Path) -> Non
 def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
     """Return a snapshot of a run in which each client has a committed state of one array.
 
-    Client k's state comes from the job with the number `job` + k. All entries of its array are this
-    number.
+    The state of client k comes from job number `job` + k, and this number fills its array.
     size: the number of entries in each array.
     """
     jobs = {client: job + client for client in clients}

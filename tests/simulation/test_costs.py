@@ -59,10 +59,10 @@ def test_cost_of_a_job_depends_on_the_clients_device() -> None:
 
 
 def test_idle_energy_counts_idle_seconds_of_all_clients() -> None:
-    """Idle energy is 0.5 watts times the idle seconds of both clients, during ten seconds.
+    """Idle energy is 0.5 watts times the idle seconds of two clients, in ten seconds.
 
-    In the first second both clients are idle. In the next four, one of them is idle. In the last
-    five, both are idle again.
+    Both clients are idle in the first second and in the last five. In the four seconds between, one
+    is idle.
     """
     added, job = costs(), Job(0, 0, 0, 0, start=1.0, finish=5.0, work=1.0)
     added.start(job, 1.0)

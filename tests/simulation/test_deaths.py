@@ -97,10 +97,10 @@ class Ref:
 class Mortal:
     """Stand-ins for workers, some of which die.
 
-    All calls are numbered from 1 in the order in which the workers receive them. If a worker dies,
-    the coordinator loses the values that it has not yet read from this worker.
+    All calls of workers are numbered from 1. If a worker dies, the coordinator loses the values
+    that it has not yet read from this worker.
 
-    deaths: call numbers. A worker that receives one of these calls dies.
+    deaths: the numbers of the calls at which the called worker dies.
     """
 
     is_in_process = False
@@ -524,12 +524,12 @@ def test_run_stops_if_each_replacement_of_a_worker_dies_at_once() -> None:
 
 # --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
-    """A method that kills the worker's process at the end of the first jobs of one client.
+    """A method that kills the worker's process at the end of a client's first jobs.
 
-    folder: a folder in which each process leaves a file before it is killed, to count the deaths.
+    folder: a folder in which each killed process leaves a file.
     times: the number of processes to kill.
     client: the number of the client.
-    how: the number of the signal that kills the process.
+    how: the number of the signal that kills a process.
     """
 
     name = "deadly"

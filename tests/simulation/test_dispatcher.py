@@ -124,8 +124,8 @@ def test_each_worker_gets_one_call_per_round_if_clients_are_equal() -> None:
 def test_worker_returns_one_array_for_each_sum_of_updates() -> None:
     """A worker that trains five clients returns the arrays of their updates as two sums.
 
-    The first array is the sum of four updates, the second is the fifth update. The worker also
-    returns five `Update` objects, whose `delta` is None.
+    The first array is the sum of four updates, the second one is the fifth update. All five
+    `Update` objects have a `delta` of None.
     """
     answers: list[TrainingResult] = []
 

@@ -148,10 +148,10 @@ class Leaving(Raising):
 
 
 class Long(Raising):
-    """A method that makes the norm of the update very large, but finite, in certain jobs.
+    """A method that makes an update's norm very large, but finite, in certain jobs.
 
-    hits: these jobs, as pairs (client, version of the model that the client received).
-    length: the value to which the first parameter of the trained model is set.
+    hits: these jobs, as pairs (client, version that the client received).
+    length: the new value of the trained model's first parameter.
     """
 
     name = "long"

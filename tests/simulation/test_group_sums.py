@@ -95,11 +95,10 @@ class Nodes(InProcess):
 def run_on_nodes(
     spec: RunSpec, nodes: Sequence[int] = NODES, schedule: Schedule = COHORT, least: float = 0.0
 ) -> tuple[FinishedRun, Nodes]:
-    """Compute a run whose workers are on several nodes; return the run and its `Nodes` object.
+    """Make a run whose workers are on several nodes; return the run and its `Nodes` object.
 
     nodes: for each worker, the number of its node.
-    schedule: the schedule of the run.
-    least: nodes add up updates only if the model has at least this number of parameters.
+    least: the number of model parameters from which nodes add up updates.
     """
     runtime = Nodes(spec, nodes, least)
     return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), runtime
@@ -132,7 +131,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     """No node adds up updates if the model is small, or if all workers are on one node.
 
     nodes: for each worker, the number of its node.
-    least: nodes add up updates only if the model has at least this number of parameters.
+    least: the number of model parameters from which nodes add up updates.
     """
     result, runtime = run_on_nodes(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits

@@ -12,8 +12,8 @@ from raysim.simulation.idle_clients import _FEW, IdleClients
 def crowds(each: int) -> Intervals:
     """Return when the clients of three groups are available.
 
-    All clients of a group become available, and unavailable, at the same times. In each period of
-    100 seconds, the groups are available from 0 to 50, 50 to 100 and 25 to 75 seconds.
+    In each period of 100 seconds, the groups are available in the seconds 0 to 50, 50 to 100 and 25
+    to 75.
 
     each: the number of clients in each group.
     """

@@ -95,9 +95,8 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 def test_schedule_receives_the_number_of_idle_clients() -> None:
     """A schedule receives the right number of idle clients.
 
-    Five of the six clients have samples. The sixth client has none, so it never counts as idle. In
-    each decision, the number of jobs in flight and the number of idle clients must add up to 5.
-    There must be decisions with 0, with 3 and with 4 jobs in flight.
+    Five of six clients have samples; the sixth client never counts as idle. Jobs in flight plus
+    idle clients are always 5. Decisions occur with 0, 3 and 4 jobs in flight.
     """
     seen = list[tuple[int, int]]()
 
@@ -252,9 +251,9 @@ def test_plan_is_refused_if_no_client_is_available_within_patience() -> None:
 # --- schedules of one's own -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Script:
-    """A schedule that dispatches clients, waits for the first arrival, and then takes `action`.
+    """A schedule that dispatches clients, waits for the first arrival, and takes `action`.
 
-    action: the action that `decide` returns if an update has arrived.
+    action: the result of `decide` after an update has arrived.
     concurrency: the number of clients to dispatch.
     size, max_staleness, pools, stale: attributes that raysim reads from each schedule.
     """

@@ -134,9 +134,8 @@ class TestHierarchical:
     def test_hierarchical_run_equals_a_computation_by_hand(self, schedule: Schedule) -> None:
         """Compute HierFAVG by hand: each replica is an edge server with half of the clients.
 
-        An edge server averages its clients' models with weights in proportion to their samples.
-        After every two aggregations of all edge servers, the models of the edge servers are
-        averaged in the same way.
+        An edge server averages its clients' models, weighted by their samples. After every two
+        aggregations of all edge servers, the same weights average the edge servers' models.
         """
         topology = Hierarchical(2, every=2)
         spy, finished = spied(topology, schedule, rounds=11)
@@ -348,7 +347,7 @@ class TestGossip:
     def test_gossip_on_a_ring_equals_d_psgd(self, mix: str) -> None:
         """Compute D-PSGD (Lian et al. 2017) by hand.
 
-        X: the clients' models, one per row. D: their updates. W: the mixing matrix of the ring. X
+        X: the clients' models, one per row. D: the clients' updates. W: the mixing matrix. X
         becomes W X + D with mix=before, and W (X + D) with mix=after.
         """
         spy, result = spied(Gossip("ring", mix=mix), ALL, rounds=4)

@@ -38,9 +38,9 @@ SELECTIONS: dict[str, Selection] = {"random": Random(), **RULES}
 def make_plan(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]
 ) -> tuple[Planner, Network]:
-    """Return a planner and its network; tell Hypothesis to skip a schedule that cannot be planned.
+    """Return a planner and its network; let Hypothesis skip schedules that cannot be planned.
 
-    A schedule cannot be planned if it needs more clients than a replica has.
+    Such a schedule needs more clients than a replica has.
     topology, rule: keys of `TOPOLOGIES` and `SELECTIONS`.
     counts: the number of samples of each client.
     """
@@ -136,8 +136,8 @@ def test_restored_planner_continues_unchanged_with_every_topology(
 def test_every_topology_can_be_planned_with_two_clients_a_round() -> None:
     """A schedule that needs only two clients can be planned with every topology.
 
-    The random tests skip examples whose schedule needs more clients than a replica has. This test
-    shows that they do not skip all examples of a topology.
+    So the random tests, which skip schedules that cannot be planned, do not skip all examples of a
+    topology.
     """
     from raysim.simulation.fleet import Ideal
     from raysim.simulation.schedule import Synchronous

@@ -1,7 +1,7 @@
 """APFL: Deng et al. 2020, Algorithm 1: FedAvg, with a second model of each client.
 
-Symbols: w, the client's copy of the shared model; v, the model that stays on the client; m = alpha
-v + (1 - alpha) w, the mixture that the client is scored with.
+w: the client's copy of the shared model. v: the model that stays on the client. m = alpha v + (1 -
+alpha) w: the mixture on which the client is scored.
 """
 
 from __future__ import annotations

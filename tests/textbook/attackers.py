@@ -21,10 +21,10 @@ from textbook.world import Book, World
 def z_max(n: int, m: int) -> float:
     """Return ALIE's number z of standard deviations.
 
-    It solves phi(z) = (n - m - s) / (n - m), where phi is the normal distribution function and s =
+    z solves phi(z) = (n - m - s) / (n - m), where phi is the normal distribution function and s =
     floor(n/2 + 1) - m.
-    n: the number of updates.
-    m: the number of updates that attackers send.
+    n: the number of all updates.
+    m: the number of attackers' updates.
     """
     s = int(n / 2 + 1) - m
     return float(norm.ppf((n - m - s) / (n - m)))

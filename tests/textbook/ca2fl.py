@@ -1,8 +1,8 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
-Symbols: Delta_i, the update of client i that arrives; h_i, the last update of client i in earlier
-aggregations (0 if there is none); h, the mean of h_i over the clients; v, the calibrated update;
-eta, the server's learning rate. The buffers of the model are averaged.
+Delta_i: the arriving update of client i. h_i: the client's last update in earlier aggregations, or
+0. h: the mean of all h_i. v: the calibrated update. eta: the server's learning rate. Buffers are
+averaged.
 """
 
 from __future__ import annotations

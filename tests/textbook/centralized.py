@@ -24,11 +24,10 @@ from textbook.world import Book, World
 def centralized(world: World) -> Book:
     """Run SGD on the training samples of all clients.
 
-    It uses these entries of world.drawn:
+    Read from world.drawn:
     images, labels: the whole data set.
     rows: for each client, the positions of its training samples in the data set.
-    cohort: the number of clients in a round of the federated run.
-    local: the local settings of the federated run.
+    cohort, local: the number of clients per round and the local settings of the federated run.
     """
     drawn, asked = world.drawn, world.drawn["local"]
     rows = np.sort(np.concatenate(drawn["rows"]))

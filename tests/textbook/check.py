@@ -87,7 +87,7 @@ class Recorded:
     """A finished run, with all that a textbook needs to repeat it.
 
     ended: the results of the run.
-    world: what the textbook gets: data, batches and draws of the run, but no results.
+    world: data, batches and draws of the run, without results: what the textbook gets.
     starts: for each replica, its initial tensors by full name.
     """
 
@@ -127,11 +127,11 @@ def run_recorded(row: Row) -> Recorded:
 
 
 def replica_tensors(coordinator: Coordinator, server: Server) -> dict[str, Tensor]:
-    """Return copies of the tensors of one model of the server.
+    """Return copies of the tensors of one model of the server, by full name.
 
-    The keys are full names, such as "model.head.weight". Personal tensors of clients are left out.
+    Personal tensors of clients are left out.
 
-    server: the server object of the model. A topology with several models has several objects.
+    server: the server object of the model; a topology has one for each model.
     """
     named = coordinator.initial.named(server.vector, server.counters)
     return {name: tensor.clone() for name, tensor in named.items()}
@@ -207,10 +207,9 @@ def _personal_names(coordinator: Coordinator) -> frozenset[str]:
 def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
     """Return an empty list, to which the run will add a list of jobs for each aggregation.
 
-    Jobs are in the order in which they are aggregated. A job is a tuple (client, turn, version,
-    samples). "turn" is the index of the job among the client's jobs, from 0. "version" is the
-    number of the version that the client received. "samples" is the number of the client's training
-    samples.
+    A job is a tuple (client, turn, version, samples): "turn" counts the client's earlier jobs,
+    "version" is the received version, and "samples" counts the client's training samples. Jobs are
+    in the order of the aggregation.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
@@ -242,7 +241,7 @@ def scored_model(
 ) -> dict[str, np.ndarray]:
     """Return the tensors with which a client is scored at the end of a run, by full name.
 
-    If the run fine-tunes models before it scores them, the tensors are those after the fine-tuning.
+    The tensors are fine-tuned if the run fine-tunes models before it scores them.
 
     names: the full names of the tensors to return.
     """
@@ -271,7 +270,7 @@ def _assert_equal_columns(
 
     The textbook must have all columns of the methods, except for those in `skips`.
     rows: the history.
-    skips: the columns that the textbook lacks. The keys are their names, the values the reasons.
+    skips: the names of columns that the textbook lacks, each with the reason.
     """
     prefixes = tuple(f"{method.name}." for method in methods)
     method_columns = {name for name in rows[-1] if prefixes and name.startswith(prefixes)}
@@ -291,8 +290,7 @@ def assert_equal(
     """Assert that raysim has the same tensors as the textbook, up to rounding, and no others.
 
     where: what is compared, for error messages.
-    tensors: raysim's tensors by name.
-    expected: the textbook's tensors by name.
+    tensors, expected: raysim's and the textbook's tensors by name.
     skips: the names of tensors that only raysim has, each with the reason.
     """
     tensors = {name: value for name, value in tensors.items() if name not in (skips or {})}

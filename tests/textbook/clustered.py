@@ -20,7 +20,7 @@ class Clusters:
     """The result of a textbook with clusters.
 
     models: the model of each cluster at the end.
-    model_of: for each client, the number of the cluster whose model it is scored with.
+    model_of: for each client, the index of the model that it is scored with.
     columns: columns of the history, a value for each round.
     """
 

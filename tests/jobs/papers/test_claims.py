@@ -48,11 +48,11 @@ def stored_run(method: str, seed: int, accuracy: float, setting: str = "skew-slo
 
 
 def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow") -> list[Run]:
-    """Return a run of FedAvg and one of FedBSS for each gain.
+    """Return a run of FedAvg and a run of FedBSS for each of the seeds 0, 1, ...
 
-    gains: the accuracy of FedBSS minus that of FedAvg, for the seeds 0, 1, ...
+    gains: for each seed, the accuracy of FedBSS minus that of FedAvg.
     base: the accuracy of FedAvg.
-    setting: the name of the setting in `jobs.papers.settings`.
+    setting: the setting's name in `jobs.papers.settings`.
     """
     runs = []
     for seed, gain in enumerate(gains):
@@ -192,10 +192,10 @@ def test_gpu_study_of_a_paper_claim_has_enough_seeds_for_a_verdict() -> None:
 
 
 def _planned(setting: Setting, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the settings and the methods of all runs that a setting's study makes, for one seed.
+    """Yield settings and methods of all runs that a setting's study makes, for one seed.
 
-    Overrides in `LENGTHS` are left out of the methods.
-    setting: the setting; its study is a command of `raysim study`, of jobs/studies.sh or of
+    The methods are written without the overrides in `LENGTHS`.
+    setting: the study of the setting is a command of `raysim study`, jobs/studies.sh or
     jobs/papers/gpu.sh.
     folder: a folder for the files of `started`.
     """

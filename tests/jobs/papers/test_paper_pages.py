@@ -35,7 +35,7 @@ IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
 def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path:
     """Write a folder with the files of a finished run, without training; return the folder.
 
-    The data split, the identity and the checksums in summary.json are constants of this module.
+    The data split, the identity and the checksums are constants of this module.
     words: the overrides of the run.
     history: the rows of the run's history.
     """
@@ -141,8 +141,8 @@ def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 
 def sections(text: str) -> dict[str, list[str]]:
     """Return the rows of each RotatedMNIST table in the output of `compare`, by configuration.
 
-    The output has one RotatedMNIST table for each configuration of the simulated runs. A key of the
-    result says how the configuration differs from the paper's; "" means no difference.
+    A key of the result says how the configuration of the runs differs from the paper's; "" means no
+    difference.
     text: the output of `compare`.
     """
     found: dict[str, list[str]] = {}

@@ -25,8 +25,8 @@ SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 def started(folder: Path, *names: str) -> list[list[str]]:
     """Run jobs/studies.sh; return the arguments of each `raysim` command that it starts.
 
-    Instead of `raysim`, the script finds a program that writes its arguments to a file.
-    folder: the folder for this program and its file.
+    In place of `raysim`, the script starts a program that writes the arguments to a file.
+    folder: the folder for this program and this file.
     names: the arguments of the script.
     """
     program, said = folder / "raysim", folder / "said"
@@ -58,9 +58,9 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
 def same(stored: Mapping[str, str], planned: Mapping[str, str]) -> bool:
     """Return whether a stored run and a planned run have equal settings.
 
-    Keys that only one of the runs has are ignored, because raysim has more settings now than at the
-    time of some stored runs.
-    stored, planned: the settings of the two runs, as text by key.
+    A key that only one run has is ignored, because stored runs may lack newer settings. Planned
+    values in `OPEN` equal all stored values.
+    stored, planned: the settings as text, by key.
     """
     both = {(key, planned[key]): value for key, value in stored.items() if key in planned}
     return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
