@@ -110,8 +110,7 @@ class DeviceClasses(Fleet):
     classes: the classes by name; their shares add up to 1.
     sigma: standard deviation of the logarithm of the speed within a class.
     bandwidth_sigma: standard deviation of the logarithm of the bandwidth within a class.
-    kwh_price: US dollars for a kilowatt-hour.
-    kwh_co2: grams of CO2 for a kilowatt-hour.
+    kwh_price, kwh_co2: US dollars and grams of CO2 for a kilowatt-hour.
     """
 
     classes: dict[str, DeviceClass] = field(default_factory=_default_classes, kw_only=False)

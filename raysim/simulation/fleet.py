@@ -97,17 +97,14 @@ class Fleet:
     rules of its own.
     availability: when clients are available: "always", "diurnal" or "markov". The job of a client
     that becomes unavailable is lost.
-    hours: only for "diurnal": the hours of each day in which a client is available. Clients live in
-    time zones around the world.
-    on, off: only for "markov": the mean seconds for which a client is available, and then
-    unavailable.
+    hours: for "diurnal": the hours of each day in which a client is available. Clients live in time
+    zones around the world.
+    on, off: for "markov": the mean seconds for which a client is available, and then unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: a run ends with an error if no client is available in its first `patience` virtual
     seconds. With "markov", also if the average wait for a client is longer.
-    cost: the power of each device in watts, and the price and CO2 of a gigabyte of its traffic. If
-    all are 0, costs are not computed.
-    kwh_price: the price of a kilowatt-hour, in any currency.
-    kwh_co2: the grams of CO2 for a kilowatt-hour.
+    cost: watts of a device, and price and CO2 of a gigabyte; no costs are computed if all are 0.
+    kwh_price, kwh_co2: the price, in any currency, and grams of CO2 of a kilowatt-hour.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")

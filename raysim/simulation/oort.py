@@ -39,23 +39,18 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """The selection rule Oort: prefer clients with large losses, many samples and short jobs.
 
-    The loss of a client is known after one of its updates was aggregated. Clients with a known loss
-    are drawn in proportion to their utility, by the equation in `raysim.simulation.oort`. For a job
-    of a duration D above the preferred duration T, the utility is multiplied by (T / D) **
-    `penalty`.
+    The loss of a client is known after one of its updates was aggregated. Such clients are drawn in
+    proportion to the utility in `raysim.simulation.oort`.
 
-    exploration: the fraction of a round's clients that is drawn from the clients without a known
-    loss.
-    exploration_decay: the factor by which `exploration` is multiplied before every round.
-    exploration_min: the smallest fraction to which `exploration` decreases.
-    cutoff: a factor from 0 to 1. If a round draws k clients with a known loss, let v be the k-th
-    largest utility. All clients with a utility of at least `cutoff` * v can be drawn.
-    clip: a quantile from 0 to 1. Samples times loss above this quantile is reduced to it.
-    preferred: T is this percentile of the known durations of jobs. 100 ignores durations.
-    pacer_step: the number of rounds in a window. A rule called the pacer sums the mean samples
-    times loss of the chosen clients in each window.
-    pacer_delta: the percentage points that are added to `preferred` if this sum falls.
-    penalty: the exponent of T / D.
+    exploration: the fraction of a round's clients without a known loss. It is multiplied by
+    `exploration_decay` before every round, but stays at least `exploration_min`.
+    cutoff: to draw k clients, use those with at least `cutoff` times the k-th largest utility.
+    clip: a quantile of samples times loss, to which larger values are reduced.
+    preferred: the percentile of the known durations that is the preferred duration T; 100 ignores
+    durations.
+    pacer_step, pacer_delta: each round has the mean samples times loss of its clients with a known
+    loss. If the sum over `pacer_step` rounds falls, `preferred` grows by `pacer_delta`.
+    penalty: the exponent of T / D for a job of a longer duration D.
     """
 
     exploration: float = 0.9

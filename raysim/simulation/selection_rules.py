@@ -69,10 +69,10 @@ class PowerOfChoice(Selection):
     candidates: the number of candidates, d in the paper.
     loss: "measured": the candidates compute the loss of the current model, which costs a forward
     pass, traffic and time (pi_pow-d in the paper; pi_cpow-d with `samples`). "last": the mean
-    training loss of the client's last aggregated job (pi_rpow-d). Clients without such a job are
-    chosen first, as in the paper.
-    samples: only for "measured": the most samples of a client on which its loss is computed; None
-    uses all.
+    training loss of the last aggregated job (pi_rpow-d). Clients without such a job are chosen
+    first.
+    samples: for "measured": the most samples of a client on which its loss is computed; None uses
+    all.
     """
 
     candidates: int = 20
@@ -130,11 +130,10 @@ class FedCS(Selection):
     next one would miss the deadline. At least one client is chosen. The expected durations assume
     no drop-outs.
 
-    deadline: the time limit of a round, in virtual seconds.
-    candidates: the number of idle clients that are drawn, from which the rule chooses; None uses
-    all.
-    uplink: the links over which clients send. "shared": one link, so that clients send one after
-    another, as in the paper. "own": a link for each client, as on raysim's virtual clock.
+    deadline: in virtual seconds.
+    candidates: the number of idle clients that are drawn to choose from; None uses all.
+    uplink: "shared": one link for all clients, which send one after another, as in the paper.
+    "own": a link for each client, as on raysim's virtual clock.
     """
 
     deadline: float = 60.0

@@ -35,13 +35,13 @@ class Hierarchical(Topology):
     for all edges. Then each edge gets the mean of all edges' models, weighted by the sums of their
     clients' weights.
 
-    edges: the number of edges.
-    every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
-    seconds: the virtual seconds between two exchanges. Then no edge waits: the next edge that
-    aggregates after this time starts the exchange of all edges. None means that `every` decides.
-    assign: how clients are assigned to edges. "random": at random. "region": each edge gets clients
-    from neighbouring regions of the fleet. With both, the sizes of edges differ by at most one
-    client. "data": clients with similar fractions of each class get the same edge.
+    every: kappa_2 in the paper.
+    seconds: the virtual seconds between two exchanges; None means that `every` decides. With
+    `seconds`, no edge waits: the next edge that aggregates after this time starts the exchange of
+    all edges.
+    assign: the clients of an edge are drawn at random ("random"), from neighbouring regions of the
+    fleet ("region"), or with similar fractions of each class ("data"). Only "data" can make edges
+    whose sizes differ by more than one client.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -144,11 +144,9 @@ class Hierarchical(Topology):
 class Clustered(Topology):
     """Several models on one server, each for the clients with similar data.
 
-    A cluster is a model with its clients.
-
-    rule="updates" begins with one cluster. A cluster is split into two if the updates of its
-    clients point in different directions. Source: CFL, Sattler, Mueller and Samek, "Clustered
-    Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
+    rule="updates" begins with one cluster (a model with its clients). A cluster is split into two
+    if the updates of its clients point in different directions. Source: CFL, Sattler, Mueller and
+    Samek, "Clustered Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
 
     rule="loss" has `clusters` models. A client receives all models and trains the one with the
     smallest loss on its training samples. It is also scored with this model. The losses are
@@ -156,13 +154,9 @@ class Clustered(Topology):
     by PyTorch's rules. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for
     Clustered Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
 
-    clusters: the largest number of models. The arguments below are for rule="updates".
-    mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
-    updates| < mean_norm and the norm of its longest update > max_norm.
-    gamma: gamma_max in the paper. A cluster is split only if sqrt((1 - s) / 2) > gamma. s is the
-    largest cosine between updates of different new clusters.
-    start: the number of aggregations before the first split.
-    min_size: clusters of this many clients, or fewer, are not split.
+    clusters: the largest number of models.
+    mean_norm, max_norm, gamma, start, min_size: for rule="updates", the settings of
+    `SplitByUpdates`.
     """
 
     rule: str = "updates"
@@ -230,24 +224,20 @@ class Gossip(Topology):
     client can also draw such a neighbour. The exchange adds to the time and traffic of the client's
     job.
 
-    graph: which clients are neighbours. "ring", "torus" and "complete" are the usual graphs.
-    "erdos_renyi" connects each pair with `probability`. "expander" has `degree` / 2 rings through
-    all clients in random order. "edges" has the pairs in `edges`.
-    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. w is the
-    weight of replica j in the mean of client i, and of replica i in the mean of client j. Give a
-    weight in all pairs or in none; without weights, `weights` decides. With exchange="pairwise", a
-    pair of weight 0 does not exchange; other weights have no effect.
+    graph: which clients are neighbours. "erdos_renyi" connects each pair with `probability`.
+    "expander" has `degree` / 2 rings through all clients in random order. "edges" has the pairs in
+    `edges`.
+    edges: pairs [i, j] or [i, j, w]. w is the weight of replica j in the mean of client i, and of
+    replica i in the mean of client j. Give all pairs a weight, or none; then `weights` decides.
+    With exchange="pairwise", only a weight of 0 has an effect: the pair does not exchange.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one neighbour, and both replicas become their mean.
-    weights: the weights for exchange="neighbours". "metropolis" gives client i and its neighbour j
-    the weight 1 / (1 + max(d_i, d_j)), "uniform" 1 / (1 + d_i). d_i is the number of neighbours of
-    i.
+    weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),
+    "uniform" 1 / (1 + d_i). d_i is the number of neighbours of i.
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
-    probability: the probability that two clients are neighbours, for graph="erdos_renyi".
-    degree: the number of neighbours of each client, for graph="expander". A client has fewer if it
-    meets a neighbour in several rings.
+    degree: a client has fewer neighbours if it meets one in several rings.
     """
 
     graph: str = "ring"

@@ -73,10 +73,9 @@ class Trace(Fleet):
     Each client follows one row of the trace. With as many clients as rows, client i follows row i.
     With fewer clients, each follows a different row, drawn at random. With more clients, rows are
     shared as evenly as possible.
-    file: the path of the trace file.
     wrap: True repeats a row after its period; False makes its clients unavailable then.
-    availability: when a client is available. "trace" means in the intervals of its row. With
-    "always", "diurnal" and "markov", only speed and bandwidth come from the file.
+    availability: "trace" means in the intervals of the client's row. With "always", "diurnal" and
+    "markov", only speed and bandwidth come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
