@@ -150,8 +150,7 @@ def read_users(folder: Path) -> list[str] | None:
     """Return the name of each client's user, in the order of the clients.
 
     A user is a person whose data one client has, such as a writer in LEAF's data. Return None if
-    the run stored no users.
-    Raises `ValueError` if the file is broken.
+    the run stored no users; raise `ValueError` if the file is broken.
     """
     table = _read_table(folder / CLIENTS_FILE, ("client",))
     if table is None or USER not in table.column_names:
@@ -204,9 +203,8 @@ class ScoreWriter:
     def write(self) -> None:
         """Write all rows that are in memory to the newest file, and replace its old content.
 
-        The rows in memory are all rows of the newest file. Once it has at least `SCORES_FILE_ROWS`
-        rows, the next rows begin a new file. Older files do not change. Without rows in memory,
-        nothing is written.
+        Once the newest file has at least `SCORES_FILE_ROWS` rows, the next rows begin a new file.
+        Without rows in memory, nothing is written.
         """
         if not self._tables:
             return

@@ -41,8 +41,8 @@ class Report:
     """Several runs, grouped by their settings, with tables and figures that compare them.
 
     groups: one group of runs for each setting, in the order of the tables' rows.
-    view: the columns and thresholds of the tables, and the rule for bold values. `view.percent` is
-    True if scores between 0 and 1 are shown in percent.
+    view: the columns and thresholds of the tables, and the rule for bold values. With
+    `view.percent`, scores between 0 and 1 are shown in percent.
     width: the width of the figures in inches.
     """
 
@@ -106,8 +106,8 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        The axes are rounds, traffic, virtual time, energy, money and CO2. Except for rounds, an
-        axis is left out if it is 0 everywhere, or if a round costs the same in all settings.
+        The axes are rounds, traffic, virtual time, energy, money and CO2. An axis other than rounds
+        is left out if it is 0 everywhere, or if a round costs the same in all settings.
         """
         from raysim.results.page import setting_curves
 
@@ -170,8 +170,8 @@ class Report:
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
         """Write an HTML page, LaTeX tables and figure files; return their paths, the page first.
 
-        formats: the types of figure files, "pdf", "svg" or "png". Each figure is written once for
-        each type; () writes no figure files. The page shows its figures in any case.
+        formats: the types of figure files, "pdf", "svg" or "png". With (), only the page shows
+        figures.
         """
         from raysim.results.page import write_report
 
@@ -305,10 +305,9 @@ def parse_order(text: str, settings: Sequence[str]) -> list[str]:
 
 
 def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
-    """Return the longest of `names` with which a text begins, or None if there is no such name.
+    """Return the longest of `names` with which a text begins; None if there is none.
 
-    end: the separator that must follow the name, for example a comma. It may be missing at the end
-    of the text.
+    end: the separator, such as a comma, that follows the name, unless the text ends there.
     """
     fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
     return max(fitting, key=len, default=None)

@@ -63,8 +63,8 @@ class Curve:
     """One line of a plot.
 
     label: the name of the curve in the legend.
-    points: pairs (row, y) for the rounds in which y was measured. `row` is the row of the history,
-    which also contains x.
+    points: pairs (row, y) for the rounds in which y was measured; the row of the history also
+    contains x.
     colour, dash: positions in the lists of colours and dashes.
     deviations: the deviation over seeds at each point; empty if there are too few seeds.
     """
@@ -82,7 +82,7 @@ def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
     label: the name of the curve in the legend.
     rows: the history of a run.
     key: the column.
-    index: position of the curve in the plot, which selects its colour and dashes.
+    index: the position of the curve in the plot, which selects its colour and dashes.
     """
     points = []
     for row, y in zip(rows, column(rows, key), strict=True):
@@ -192,7 +192,6 @@ def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> No
     """Draw curves against one quantity, such as rounds or traffic.
 
     If no curve has a value of this quantity, draw a note instead.
-    ax: where to draw.
     axis: the quantity on the horizontal axis.
     ylabel: the label of the vertical axis.
     """
@@ -294,7 +293,7 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
     """Return True if a large part of the shorter line lies on the longer line.
 
     one, other: the points of each line, a dict from x to y.
-    tolerance: two y values look the same if their difference is at most this number.
+    tolerance: y values that differ by at most this number look the same.
     """
     shorter, longer = sorted((one, other), key=len)
     same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]
@@ -318,9 +317,8 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis would tell more than the plot against rounds.
 
-    The plot would look like the plot against rounds if all curves have almost the same value, such
-    as the same traffic, in the same round. The result is then False. For wall time it is always
-    False, because wall time depends on the machine. For rounds it is True.
+    It tells nothing more if all curves have almost the same value in the same round. Return False
+    for wall time, which depends on the machine, and True for rounds.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -358,12 +356,10 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
 
 
 def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str) -> None:
-    """Write a PNG, 1300 pixels wide, whose panels show the same curves against several quantities.
+    """Write a PNG whose panels show the same curves against several quantities.
 
-    The horizontal axes of the panels are rounds, traffic, virtual time and wall time. If energy,
-    money or CO2 is above 0 at some point, its panel follows.
-    path: the file to write.
-    title: the title of the figure.
+    The quantities are rounds, traffic, virtual time and wall time, and also each of energy, money
+    and CO2 that is above 0 at some point.
     ylabel: the label of the vertical axes.
     """
     replace_file(path, _draw_png(curves, title, ylabel))
@@ -374,7 +370,6 @@ def _draw_png(
 ) -> bytes:
     """Return a PNG with one panel for each horizontal axis; every panel shows all curves.
 
-    title: the title of the figure.
     ylabel: the label of the vertical axes.
     axes_shown: the quantities on the horizontal axes. () takes rounds, traffic, virtual time and
     wall time, and also each of energy, money and CO2 that is above 0 at some point.
@@ -443,8 +438,8 @@ def draw_run(
     """Draw one run: write METRIC.png for each metric, and loss.png; return their paths.
 
     rows: the history.
-    only_rounds: True draws the curves only against the rounds, which takes a quarter of the time.
-    False also draws them against other quantities, such as traffic.
+    only_rounds: True draws the curves only against the rounds, in a quarter of the time. False also
+    draws them against other quantities, such as traffic.
     """
     labels_by_picture: dict[str, dict[str, str]] = {}
     for metric in metrics_of(rows) or [metric_of(rows)]:

@@ -53,7 +53,7 @@ def figure_file(
 
     path: the file, or a buffer in memory that gets the PNG.
     title: the text above the figure.
-    size: width and height in inches; the file has 130 pixels per inch.
+    size: width and height in inches of 130 pixels.
     dark: True draws for a dark page.
     about: metadata of the file.
     """
@@ -84,9 +84,8 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the features that trained models and the received model compute.
 
-    All shown clients received the same model. All models get the same samples, and t-SNE maps their
-    features to points in the plane. The picture shows up to 10 classes, 150 samples and 4 clients.
-    Without probes that have finite features, it shows a sentence.
+    All models get the same samples, and t-SNE maps their features to points in the plane. The shown
+    clients received the same model. Without finite features, the picture shows a sentence.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -110,9 +109,8 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
     """Return probes of clients that received the same version, measured on the same samples.
 
-    Probes with infinite or nan features are left out. The version with the most probes is chosen;
-    if several versions have equally many, the newest of these. At most `_MAX_FEATURE_CLIENTS`
-    probes are returned.
+    Choose the version with the most probes; of several such versions, the newest. Leave out probes
+    with infinite or nan features. Return at most `_MAX_FEATURE_CLIENTS` probes.
     """
     finite = []
     for probe in probes:
@@ -126,9 +124,10 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def _shown_rows(labels: Ints) -> Ints:
-    """Return the positions of the rows to plot: the first rows of each of up to 10 classes.
+    """Return the positions of at most `_FEATURE_ROWS` rows to plot.
 
-    Each class gets equally many rows if it has enough. The result has at most `_FEATURE_ROWS` rows.
+    They are the first rows of each of up to 10 classes, equally many for each class that has
+    enough.
     labels: int [rows], the class of each row of the probes.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
@@ -401,10 +400,9 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write one picture with the scores of all domains over the rounds.
+    """Write one picture with the scores of all domains over the rounds, a curve for each.
 
-    Each domain is a curve. There is a panel for each kind of models whose scores the history has,
-    such as the clients' models, the shared model and fine-tuned models.
+    There is a panel for each kind of models with scores, such as the clients' or fine-tuned models.
 
     Returns False, and writes nothing, if there are no domains.
     """
@@ -449,7 +447,6 @@ def _draw_column(ax: Axes, rows: Sequence[Row], key: str, label: str, **style: A
     """Draw the finite values of a column over the rounds.
 
     Returns a list with the line, or an empty list if the column has no finite value.
-    key: the column.
     label: the name of the line in the legend.
     style: arguments of matplotlib's `plot`.
     """

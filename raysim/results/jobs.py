@@ -1,7 +1,7 @@
 """Store the jobs of a run, with their virtual times, in the folder jobs.parquet.
 
-The folder has one or more Parquet files. Their columns are the fields of `JobRecord`. Their rows
-are in the order of the rounds in which the jobs ended.
+The folder has Parquet files, whose columns are the fields of `JobRecord`. The rows are in the order
+of the rounds in which the jobs ended.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ def _column(table: pa.Table, name: str) -> np.ndarray:
 
 
 class JobWriter:
-    """A writer of the jobs of a run into the folder jobs.parquet.
+    """A writer of the jobs of a run into the Parquet files of the folder jobs.parquet.
 
-    The folder has one or more Parquet files. A file is full, and the next file begins, once it has
-    at least `_FILE_ROWS` rows. Only the rows of the newest file are in memory.
+    Once a file has at least `_FILE_ROWS` rows, the next file begins. Only the rows of the newest
+    file are in memory.
     """
 
     def __init__(self, folder: Path):
@@ -142,10 +142,10 @@ class JobWriter:
     def open(cls, folder: Path, rounds: int) -> JobWriter | None:
         """Return a writer for a new run, or for a run that continues after `rounds` rounds.
 
-        The stored jobs of later rounds are removed. Returns None if `rounds` is not 0 and the
-        folder has no file of jobs.
+        The stored jobs of later rounds are removed. Returns None if a continued run has no file of
+        jobs.
         folder: the run's folder.
-        rounds: the number of rounds that the run had finished at its checkpoint; 0 for a new run.
+        rounds: the number of rounds up to the run's checkpoint; 0 for a new run.
         """
         paths = _job_files(folder)
         writer = cls(folder / JOBS)
@@ -180,8 +180,7 @@ class JobWriter:
     def write(self) -> None:
         """Write all jobs that are in memory to the newest file, and replace its old content.
 
-        The jobs in memory are all jobs of the newest file. Once it has at least `_FILE_ROWS` jobs,
-        the next jobs begin a new file. Older files do not change.
+        Once the newest file has at least `_FILE_ROWS` jobs, the next jobs begin a new file.
         """
         arrays = {}
         for name, values in self._columns.items():

@@ -87,9 +87,8 @@ def expand_uri(uri: str) -> str:
 class TrackingServer(Protocol):
     """The interface of a tracking server, as `Tracker` uses it to send one run.
 
-    A record is the content of tracking.json in a run's folder. It has the run's id on the server,
-    the name, the experiment and the configuration of the run. After the end of the run, it also has
-    the summary.
+    A record is the content of tracking.json in a run's folder: the run's id on the server, name,
+    experiment and configuration, and at the end the summary.
 
     Every method may raise any error; `Tracker` then tries again later.
     """
@@ -178,10 +177,9 @@ class Mlflow:
     def _find_id(self, record: Record) -> str:
         """Search MLflow for its copy of a run of raysim; return MLflow's id of this copy.
 
-        The copy has the `id` of the record as a tag. Return "" if MLflow has no such copy, or if
-        the record does not say that `raysim ui` sends the run. In the second case MLflow is not
-        searched.
-        record: the content of the tracking.json of raysim's run.
+        Return "" if MLflow has no run with the record's `id` as a tag. Also return "", without a
+        search, if the record does not say that `raysim ui` sends the run.
+        record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
             return ""
@@ -420,8 +418,8 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     """Write a model for MLflow: a traced program and its weights, without pickled code.
 
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
-    example: a batch of two inputs, [2, ...], with which PyTorch traces the model.
-    folder: the folder of the run, in which the folder of the model is made.
+    example: two inputs, [2, ...], with which PyTorch traces the model.
+    folder: the folder of the run, which gets a folder for the model.
     Raises PyTorch's error if the model cannot be traced.
     """
     set_mlflow_environment()
@@ -461,10 +459,9 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
 
 
 def _tensor_schema(array: np.ndarray) -> Schema:
-    """Return MLflow's schema of a tensor that has the type of `array`, and any batch size.
+    """Return MLflow's schema of a tensor like `array` [B, ...], for any batch size B.
 
-    The first dimension of `array` [B, ...] is the batch; the schema has all later dimensions
-    unchanged. A boolean array gets the type uint8, because MLflow has no boolean tensors.
+    A boolean array gets the type uint8, because MLflow has no boolean tensors.
     """
     import numpy as np
     from mlflow.types import Schema, TensorSpec

@@ -1,8 +1,7 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-A standard deviation gets the unit and the decimals of its mean. Therefore the functions that format
-a number of a table have the argument `like`: the mean, if the number is a deviation, else None. For
-them, a missing value (None) becomes a dash.
+A standard deviation gets the unit and the decimals of its mean. Its formatting function gets this
+mean as the argument `like`, which is None for other numbers. A missing number becomes a dash.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
     """Return a number of any size with at least four digits: 12.3456 becomes "12.35".
 
     Numbers below 10 get four decimals.
-    like: if `value` is a standard deviation, the mean to which it belongs. The text then has as
-    many decimals as the mean. None if `value` is no deviation.
+    like: the mean, if `value` is a standard deviation, which then gets as many decimals as the
+    mean. None if it is not.
     """
     if value is None:
         return MISSING
@@ -104,9 +103,9 @@ def format_count(
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
-    value: the number of rounds; None, for a missing number, becomes "–".
-    like: the mean, if `value` is a standard deviation. The text then always has one decimal. None
-    if `value` is not a standard deviation.
+    value: None, for a missing number, becomes "–".
+    like: the mean, if `value` is a standard deviation, which then gets one decimal. None if it is
+    not.
     """
     if value is None:
         return MISSING
@@ -161,9 +160,8 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
-    like: if `value` is a standard deviation, the mean to which it belongs. The text then has as
-    many decimals as the mean. If `like` is None, the text has at most three significant digits, or
-    no decimals.
+    like: the mean, if `value` is a standard deviation, which then gets as many decimals as the
+    mean. With None, the text has at most three significant digits, or no decimals.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:
@@ -178,10 +176,10 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
     """Return "mean ± deviation" as text, or only the mean if `deviation` is None.
 
-    The unit is only at the end of the text: "7.68 ± 1.55 MB".
-    mean: the mean. If it is None, `show` decides the text for a missing number.
-    deviation: the standard deviation; None if there is none.
-    show: function that formats one number with its unit.
+    The unit is only at the end: "7.68 ± 1.55 MB".
+    mean: None if it is missing.
+    deviation: the standard deviation.
+    show: function that formats one number, or None, with its unit.
     """
     if deviation is None:
         return show(mean)

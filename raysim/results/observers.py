@@ -168,11 +168,10 @@ class Observer:
 class ProgressLine(Observer):
     """An observer that shows a progress bar in a terminal, or prints lines in a log.
 
-    A log gets a line every few seconds.
-    console: the terminal or the log.
+    console: the terminal, or the log, which gets a line every few seconds.
     quiet: True shows neither the bar nor lines.
-    data: the clients' data. If the data set names the person (user) behind each client, the bar and
-    the lines show this name next to the client's number.
+    data: the clients' data. If it names the user (person) of each client, the bar and the lines
+    show this name.
     """
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
@@ -322,8 +321,7 @@ class AbsentClients(Observer):
     """An observer that warns at the end about clients that were never available in the run.
 
     With more than `MAX_CLIENTS` clients it does nothing.
-    find_presence: function that returns the run's `Availability` (the times at which each client is
-    available), or None if clients are always available.
+    find_presence: function that returns when clients are available; None if they always are.
     clients: the numbers of the clients that have training samples.
     note: function that prints a line.
     """
@@ -363,10 +361,9 @@ class AbsentClients(Observer):
 class IdleWorkers(Observer):
     """An observer that prints, at the end, the share of time in which workers were busy.
 
-    It is used only for runs in which workers may have to wait until the planner has decided the
-    next aggregation.
+    Use it only for runs in which workers may have to wait for the planner.
     say: function that prints a line.
-    reason: why the run plans only one aggregation at a time, as text without a full stop.
+    reason: why the run plans only one aggregation at a time, without a full stop.
     """
 
     def __init__(self, say: PrintLine, reason: str):
@@ -491,8 +488,7 @@ class JobFiles(Observer):
 class ClientFiles(Observer):
     """An observer that writes each client's samples, last scores, and scores of all rounds.
 
-    The samples are in split.parquet, the scores of the last evaluation in clients.parquet, and the
-    scores of all rounds in client_scores.parquet.
+    The files are split.parquet, clients.parquet and client_scores.parquet, in this order.
     data: the clients' data.
     network: the server's models (replicas), and which of them serves each client.
     """
@@ -546,8 +542,8 @@ class FailureFile(Observer):
     """An observer that writes failures.jsonl: a line for each client that failed in a round.
 
     note: function that prints a line.
-    data: the clients' data. If the data set names the person (user) behind each client, each line
-    of failures.jsonl also has this name.
+    data: the clients' data. If it names the user (person) of each client, each line of
+    failures.jsonl has this name.
     """
 
     def __init__(self, note: PrintLine, data: FederatedData):

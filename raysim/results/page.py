@@ -95,7 +95,7 @@ class ReportSection:
     title: the heading.
     text: a paragraph below the heading.
     columns: the columns of the table.
-    picture: a PNG for a light page and one for a dark page; None without a picture.
+    picture: PNGs for a light and a dark page; None without a picture.
     notes: sentences at the end of the section.
     """
 
@@ -215,9 +215,8 @@ def _swatch(index: int, label: str) -> Shown:
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
     """Convert a table for the page's template, report.html, which writes it as HTML.
 
-    columns: the columns, all with the same number of rows.
-    has_swatches: True puts a coloured mark in front of each row. The mark of row i has the colour
-    of curve i in the page's plots.
+    columns: columns with the same number of rows.
+    has_swatches: True marks each row i with the colour of curve i in the page's plots.
     """
     rows = []
     for row in range(len(columns[0].texts)):
@@ -256,10 +255,8 @@ def _plot(svg: str, title: str = "") -> Shown:
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
     """Combine plots into one item for the page's template, report.html.
 
-    svgs: the plots.
     title: the text above the plots; "" for none.
-    layout: how the page arranges the plots. "" is a grid, "row" is one line, "wide" has a wide plot
-    first.
+    layout: "" arranges the plots in a grid, "row" in one line, "wide" with a wide plot first.
     """
     return {"about": title, "svgs": svgs, "layout": layout}
 
@@ -331,11 +328,10 @@ def setting_curves(
 def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePart:
     """Return the page's part with the curves, and write the curves as PNGs.
 
-    The part has a row of plots for each metric and loss. A row has a plot for each horizontal axis,
-    such as rounds or traffic.
+    Each metric and loss has a row of plots, with one plot for each horizontal axis, such as rounds.
     groups: one group of runs for each setting.
     folder: where the PNGs are written.
-    view: which columns the tables have, and whether scores are shown in percent.
+    view: the columns of the tables, and whether scores are shown in percent.
     """
     rows: list[Shown] = []
     folded_rows: list[Shown] = []
@@ -393,8 +389,8 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    The part's plot has one curve for each setting. The curve shows for each score the share of
-    clients that have this score or a lower one. The clients of all seeds are counted together.
+    Its plot has a curve for each setting: for each score, the share of clients that have this score
+    or a lower one. The clients of all seeds are counted together.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
@@ -473,9 +469,8 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
-    The table has up to `LOWEST_USERS` clients of the first run of each group. It names the user of
-    each client: the person whose data the client has. Return [] if none of these runs stores both
-    users and scores.
+    It names up to `LOWEST_USERS` clients of each group's first run, and the user (person) of each.
+    Return [] if none of these runs stores both users and scores.
     factor: 100 shows scores in percent, and 1 shows them unchanged.
     """
     labels: list[str] = []
@@ -511,8 +506,8 @@ def _scores(run: Run) -> np.ndarray:
 def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
     """Return the clients' scores, ascending, and the median number of test samples of a client.
 
-    The clients of all seeds are counted. Clients that were not scored or never trained are left
-    out. The median is None if no clients are left.
+    Both cover all seeds, without clients that were not scored or never trained. The median is None
+    if no clients are left.
     """
     scores = [np.empty(0)]
     test_samples = [np.empty(0)]
@@ -541,8 +536,7 @@ class _SharedSplit:
     """A split of the data, with the labels of the settings whose runs use this split.
 
     split: the training samples of each client and class.
-    heterogeneity: numbers that say how different the clients' data are, by name.
-    labels: the names of the settings.
+    heterogeneity: numbers, by name, that say how different the clients' data are.
     """
 
     split: ClientLabels
@@ -626,9 +620,8 @@ def _format_sizes(sizes: Ints) -> str:
 def _draw_class_map(split: ClientLabels) -> str:
     """Return an SVG of the fractions of each client's training samples in the classes.
 
-    Each class is a row and each client is a column; of more than `MAX_MAP_CLIENTS` clients, only so
-    many are shown. A larger fraction has a deeper colour. The depth is the square root of the
-    fraction, because small fractions would be invisible.
+    Each class is a row, and each of at most `MAX_MAP_CLIENTS` clients is a column. The colour's
+    depth is the square root of the fraction, so that small fractions are visible.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))
@@ -852,9 +845,8 @@ def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
 def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
     """Return the configuration of each group of runs as YAML, for `raysim run --config`.
 
-    Each entry of the result has the label of a group ("label") and the YAML ("text"). The runs of a
-    group differ only in their seeds. The YAML is the configuration of the group's first run,
-    without passwords.
+    Each entry has a group's label ("label") and the YAML ("text"): the configuration of the group's
+    first run, without passwords.
     """
     import yaml
 

@@ -75,8 +75,8 @@ def draw_figure(
 def _label_ends(figure: Figure, ax: Axes) -> bool:
     """Write the label of each line next to its end, in the line's colour.
 
-    This is possible if all lines end at about the same x coordinate (`END_TOLERANCE`) and their
-    number is from 2 to `MAX_DIRECT_LABELS`. Otherwise write nothing and return False.
+    Return False, and write nothing, unless all lines end at about the same x coordinate and there
+    are 2 to `MAX_DIRECT_LABELS` lines.
     """
     import matplotlib
 
@@ -133,8 +133,8 @@ def _add_legend(figure: Figure, ax: Axes) -> Legend:
 def spread(positions: Sequence[float], gap: float) -> list[float]:
     """Move positions apart until neighbours differ by at least `gap`; return the result.
 
-    Neighbours that are too close form a group. Positions of a group get the distance `gap`, and the
-    mean of the group does not change.
+    Positions that are too close get the distance `gap`, and the mean of such a group does not
+    change.
     positions: the original positions, ascending.
     """
     blocks: list[list[float]] = []

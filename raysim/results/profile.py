@@ -23,8 +23,8 @@ _IDLE_COLOURS = {"messages": "#c9cdd2", "waiting": "#e9ebee"}
 def shares(profile: Profiled) -> dict[str, dict[str, float]]:
     """Return how much of the wall time each kind of work took in each process.
 
-    The keys are the names of the processes, such as "coordinator". The values map each kind of work
-    to its share of the wall time, 0 to 1.
+    The result maps the name of a process, such as "coordinator", to the share of each kind of work,
+    0 to 1.
     """
     wall_s = max(profile.stop - profile.start, 1e-9)
     shares_by_process = {}

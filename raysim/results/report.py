@@ -110,9 +110,8 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
 def _rank(runs: Sequence[Run]) -> float:
     """Return a number by which settings are sorted: the best setting has the smallest number.
 
-    The number is the mean over the runs of `best5_mean`, the mean score of a run's five best
-    rounds. If a higher score is better, the number is multiplied by -1. If no run has scores,
-    return infinity.
+    It is the mean over the runs of the score `best5_mean`, times -1 if a higher score is better.
+    Without scores, it is infinity.
     runs: the runs of one setting, which differ in their seeds.
     """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
@@ -161,7 +160,7 @@ def _threshold_columns(
 
     There is a column for each of the `limit` highest thresholds that any run reached.
     better: -1 marks the smallest number of rounds as the best; 0 marks none.
-    percent: True writes the thresholds in percent in the titles.
+    percent: True writes the titles' thresholds in percent.
     """
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()
@@ -182,9 +181,8 @@ def _threshold_columns(
 def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
     """Return the columns of a table that compares runs, with one row for each run.
 
-    limit: the largest number of threshold columns. A threshold column belongs to one target score
-    and shows the first round in which each run reached it. `limit` has no effect if `view.columns`
-    names the columns.
+    limit: the most columns that show the first round in which each run reached a target score.
+    `limit` has no effect if `view.columns` names the columns.
     Raises `ValueError` for a column that no run has.
     """
     data = [str(_data_settings(run)) for run in runs]
@@ -347,9 +345,9 @@ def _data_settings(run: Run) -> dict[str, str]:
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
     """Return a dict whose keys describe the main scores of the runs.
 
-    A key names the metric and the test samples, such as "accuracy on the central test set". Runs
-    with the same metric and test samples have the same key. The value is True if any run with this
-    key has both: scores on the clients' test sets and scores on the central test set.
+    A key names the metric and the test samples, such as "accuracy on the central test set". The
+    value is True if any run with this key has scores on the clients' test sets and on the central
+    one.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -571,9 +569,8 @@ def result_columns(
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     """Return a column with a row for each group of runs, from a column with a row for each run.
 
-    A row shows the mean of the group's runs, and their deviation if there are several. The column
-    "rounds" shows no deviation.
-    column: the column with a row for each run.
+    A row shows the mean of the group's runs and, except in the column "rounds", the deviation of
+    several runs.
     groups: the groups, whose runs are the rows of `column` in this order.
     """
     numbers = iter(column.scores)
@@ -823,8 +820,7 @@ def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return the numbers of a nested summary; a key joins the names of all levels by dots.
 
-    The entries "identity" (facts that identify the run) and "choices" (its options) are left out,
-    because they are no results.
+    The entries "identity" and "choices" are left out, because they are no results.
     prefix: the beginning of all keys.
     """
     flat: dict[str, object] = {}

@@ -12,10 +12,10 @@ TARGET = "_target_"  # Hydra's key for the path of a class
 def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
     """Return the command that repeats a run: `raysim run --config PATH --allow PACKAGE ...`.
 
-    There is one --allow for each package of the classes in the configuration, except for raysim.
+    The packages are those of the classes in the configuration, except for raysim.
     config: the stored configuration.
     path: the file of the configuration.
-    overrides: further arguments, which are put at the end of the command.
+    overrides: further arguments at the end of the command.
     """
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")
     parts = ["raysim run --config", shlex.quote(str(path))]

@@ -15,9 +15,8 @@ from raysim.training.run_spec import RunSpec, declare_run
 class SharedModel(nn.Module):
     """A model that maps raw inputs [B, ...] to outputs [B, outputs], such as logits of classes.
 
-    It normalises the inputs first, as clients do with their samples.
     model: the network, whose inputs are normalised.
-    pipeline: the object that normalises inputs.
+    pipeline: the object that normalises raw inputs as clients do.
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):

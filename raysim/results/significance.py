@@ -1,8 +1,7 @@
 """Compare methods over seeds: means, paired differences, intervals and tests.
 
-All functions are pure. A pair is two runs with the same seed. If they differ only in their methods,
-the two runs usually share data, split, initial model and cohorts. Therefore a paired test measures
-the difference of two methods without the variation between seeds.
+A pair is two runs with the same seed. Runs that differ only in their methods usually share data,
+split, initial model and cohorts. Then a paired test excludes the variation between seeds.
 """
 
 from __future__ import annotations

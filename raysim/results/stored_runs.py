@@ -32,7 +32,7 @@ class Run:
     summary: the content of summary.json; for an unfinished run it is computed from the history.
     folder: the folder on this machine.
     finished: False if the run has not ended.
-    url: where the folder was fetched from; "" if the folder was not fetched.
+    url: where the folder was fetched from; "" if it was not.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Run:
 def is_result_file(name: str) -> bool:
     """Return True for a file that belongs to a run's results.
 
-    Files of checkpoints are no results. Locks and unfinished files are no results either; their
-    names, or the names of their folders, start with a dot.
+    Files of checkpoints are no results, and neither are locks and unfinished files, which have a
+    part of the path that starts with a dot.
 
     name: the file's path inside a folder of runs.
     """
@@ -73,8 +73,8 @@ def is_report_file(name: str) -> bool:
 def load_run(folder: Path, url: str = "") -> Run:
     """Read a run's folder; the summary of an unfinished run is computed from its history.
 
-    url: where the folder was fetched from; "" if it was not fetched.
-    Raises `ValueError` if the folder is no run or one of its files is broken.
+    url: where the folder was fetched from; "" if it was not.
+    Raises `ValueError` if the folder is no run or has a broken file.
     """
     folder = Path(folder)
     if url and not (folder.is_dir() and any(folder.iterdir())):
@@ -109,8 +109,8 @@ def load_run(folder: Path, url: str = "") -> Run:
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
     """Read the runs at these paths and URLs; skip files and folders that no run wrote.
 
-    warn: function that gets one sentence about the skipped folders, except MLflow's artifacts.
-    Raises `ValueError` if there is no run, a path does not exist, or a file of a run is broken.
+    warn: function that gets one sentence about skipped folders, except MLflow's artifacts.
+    Raises `ValueError` if there is no run, a path does not exist, or a run has a broken file.
     """
     from raysim.results.mlflow_server import ARTIFACTS
 
@@ -182,9 +182,8 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    Configurations of older versions do not store options. For such a configuration, the result is
-    guessed from the settings of the group. If the group has no settings either, return "fedavg" for
-    the group "method" and `MISSING` for any other group.
+    A configuration of an older version stores no options; the result is then guessed from the
+    group's settings. Without such settings, return "fedavg" for the group "method", else `MISSING`.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
@@ -231,9 +230,8 @@ def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the configuration keys whose values differ between runs, with the value of each run.
 
-    The result maps a key, such as "local.lr", to the runs' values as text, in the order of the
-    runs. A run without the key has "–". The first keys are names of configuration groups,
-    such as "method"; their values are options.
+    The result maps a key, such as "local.lr", to one text for each run; "–" if a run lacks the key.
+    The first keys are configuration groups, such as "method", with options as values.
     """
     settings = [{**chosen_options(run.config), **flat_settings(run.config)} for run in runs]
     keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
@@ -290,10 +288,9 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a label for each run, in the order of the runs.
 
-    The label is the name of the run's folder. Runs whose folders have the same name are labelled by
-    the configuration values in which they differ ("fedprox, alpha=0.1"). Runs whose labels are
-    still equal get the URL or path of the folder in brackets. The label of an unfinished run ends
-    with " (unfinished)".
+    The label is the name of the run's folder. If several folders have this name, it consists of the
+    differing settings ("fedprox, alpha=0.1"). If labels are still equal, they get the URL or path
+    in brackets. The label of an unfinished run ends with " (unfinished)".
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -322,8 +319,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
     """Return the settings without those whose values follow from the methods of the runs.
 
-    A value follows from the methods if any two runs with equal methods have equal values. The key
-    "method" itself stays. Without this key, all settings stay.
+    A value follows if any two runs with equal methods have equal values. The key "method" stays.
+    Without this key, all settings stay.
     settings: a dict from a key to the values of all runs; "method" has the methods of each run.
     """
     methods = settings.get("method")

@@ -32,8 +32,8 @@ class FormatNumber(Protocol):
     """A function f(value, like=None) that returns a number as text.
 
     value: the number; None if it is missing.
-    like: the mean, if `value` is a standard deviation. The text then has the unit and decimals of
-    the mean. None if `value` is no deviation.
+    like: the mean, if `value` is a standard deviation, which then gets the mean's unit and
+    decimals. None if it is not.
     """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
@@ -89,9 +89,9 @@ class Column:
     def best(self) -> set[int]:
         """Return the positions of the rows that are marked as the best of their group of rows.
 
-        `groups` decides which rows form a group. No row of a group is marked if all scores of the
-        group are equal, or if only one row has a score. With `bold="clear"`, a best score is not
-        marked if the second-best one is too close, or a deviation is unknown.
+        No row of a group is marked if all scores are equal, or if only one row has a score. With
+        `bold="clear"`, a best score is also not marked if the second-best one is too close, or a
+        deviation is unknown.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
@@ -122,8 +122,8 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
     """Return the columns of a table whose cells are given as texts.
 
     head: the titles of the columns.
-    rows: the cells of each row. The first cell is a label. All later cells are numbers, written as
-    text, so their columns are aligned on the right.
+    rows: the cells of each row: first a label, then numbers as text. Columns of numbers are aligned
+    on the right.
     """
     label, *numbers = zip(head, *rows, strict=True)
     columns = [Column(label[0], list(label[1:]))]
@@ -145,9 +145,9 @@ def number_column(title: str, texts: Sequence[str]) -> Column:
 def format_table(columns: Sequence[Column], width: int = 0) -> str:
     """Return a table as text for a terminal.
 
-    Columns of numbers are aligned on the right. A star marks the best number in each group of rows.
-    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed
-    below, in another table that repeats the first column.
+    A star marks the best number in each group of rows.
+    width: the longest line in characters; 0 means no limit. Columns that do not fit follow below,
+    in another table that repeats the first column.
     """
     label, *rest = [_padded(column) for column in columns]
     blocks = [[label]]
@@ -284,8 +284,8 @@ def _without_repeats(cells: Sequence[str]) -> list[str]:
 def _group_starts(columns: Sequence[Column]) -> set[int]:
     """Return the rows at which a new group starts; a line separates each from the row above.
 
-    A group has the rows that are compared with each other (`Column.groups`). If the rows of some
-    group are not neighbours, return no row, so that the table gets no line.
+    `Column.groups` says which rows form a group. If the rows of some group are not neighbours,
+    return no row, so that the table gets no line.
     """
     groups = next((column.groups for column in columns if column.groups), [])
     starts = {row for row in range(1, len(groups)) if groups[row] != groups[row - 1]}
@@ -322,8 +322,8 @@ def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
     """Return a DataFrame with the numbers of a table; the columns are named by their keys.
 
-    If the scores of a column have deviations, a column such as "final_std" follows it. If the
-    scores were tested, a column of marks such as "final_mark" follows.
+    Deviations of a column's scores are in a further column, such as "final_std". Marks of tested
+    scores are in a column such as "final_mark".
     """
     import pandas as pd
 

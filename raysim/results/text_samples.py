@@ -98,8 +98,8 @@ def _torch_threads(count: int) -> Iterator[None]:
 class TextSamples(Observer):
     """An observer that writes samples.txt, if the run trains a language model that clients share.
 
-    It writes nothing if `evaluate.generate` asks for 0 tokens. If each client has its own model, it
-    prints how to get texts from these models.
+    If `evaluate.generate` asks for 0 tokens, it writes nothing. If each client has its own model,
+    it prints how to get texts.
     spec: the run.
     note: function that prints a line.
     """

@@ -57,8 +57,8 @@ def theme(ink: str) -> dict[Any, object]:
 def print_theme() -> dict[Any, object]:
     """Return the settings of a figure that a two-column paper includes in its original size.
 
-    The font looks like Times, which such papers use, and has the size of a caption. A PDF stores
-    its text in TrueType fonts, because publishers refuse Type 3 fonts.
+    The font looks like Times and has the size of a caption. PDFs have TrueType fonts, because
+    publishers refuse Type 3 fonts.
     """
     return theme("#000000") | {
         "font.family": "serif",

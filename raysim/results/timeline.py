@@ -70,8 +70,8 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
 def has_events(jobs: Jobs) -> bool:
     """Return True if a timeline is worth drawing, because the rounds do not all look alike.
 
-    The rounds differ if jobs were stale, lost, discarded or failed. They also differ if clients
-    waited for other clients most of the time. Without virtual time, the result is False.
+    This is so if jobs were stale, lost, discarded or failed, or if clients mostly waited for other
+    clients. Without virtual time, the result is False.
     """
     if not len(jobs) or jobs.finish.max() <= 0:
         return False
@@ -188,7 +188,7 @@ def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: fl
 
     ends: the times of all aggregations in virtual seconds.
     low, high: the start and the end of the shown period in virtual seconds.
-    size: the virtual seconds of one unit of the horizontal axis, such as 60 if it shows minutes.
+    size: the unit of the horizontal axis in virtual seconds, such as 60 for minutes.
     """
     step = (high - low) / 12
     places = np.unique(np.searchsorted(ends, np.arange(low + step, high, step)))

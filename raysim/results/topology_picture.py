@@ -32,12 +32,12 @@ def draw_topology(
 ) -> bool:
     """Write a picture of the clients, the replicas and their links.
 
-    network: the replicas, the clients that each of them serves, and their links.
+    network: the replicas, the clients that each of them serves, and the links.
     clients: the columns of clients.parquet.
     rows: the history.
 
-    Returns False, and writes nothing, for one replica, for more than `MAX_CLIENTS` clients, and if
-    no client was scored.
+    Returns False, and writes nothing, for one replica, more than `MAX_CLIENTS` clients, or clients
+    without scores.
     """
     metric = metric_of(rows)
     scores = clients.get(metric)
@@ -75,9 +75,8 @@ def draw_topology(
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
     """Return the traffic between each replica and its clients in megabytes, [replicas, 2].
 
-    The first column is the traffic to the clients, the second column the traffic to the replica.
-    Both are sums from the start of the run to the last aggregation of the replica. They are 0 for a
-    replica that made no aggregation.
+    The columns are the traffic to the clients and the traffic to the replica, until the replica's
+    last aggregation. A replica without an aggregation has 0.
     rows: the history.
     replicas: the number of replicas.
     """

@@ -1,8 +1,7 @@
 """Read the record and the backlog of a run, the files whose content is sent to MLflow.
 
-The record (`tracking.json`) says which MLflow run belongs to the folder. It also has the
-configuration, the tags and, at the end of the run, the summary. The backlog
-(`tracking_backlog.jsonl`) has the rows of the history that were not sent yet.
+The record (`tracking.json`) names the MLflow run of the folder. It has the configuration, the tags
+and, at the end, the summary. The backlog (`tracking_backlog.jsonl`) has the history's unsent rows.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def read_record(folder: Path) -> Record:
 def read_backlog(folder: Path) -> list[Row]:
     """Return the history rows of a run that were not yet sent to MLflow.
 
-    They are the lines of the file `tracking_backlog.jsonl`. Lines that cannot be read are skipped,
-    such as a last line that a crash has cut off. Return [] if the file cannot be read.
+    They are the lines of `tracking_backlog.jsonl`. Lines that cannot be read are skipped; return []
+    if the file cannot be read.
     folder: the run's folder.
     """
     try:

@@ -118,11 +118,10 @@ class StoredTracker:
     ) -> None:
         """Begin a run, or continue the run that the folder's record describes.
 
-        config: the configuration of the run, by key; MLflow shows it as parameters.
+        config: the configuration, by key; MLflow shows it as parameters.
         tags: the tags that MLflow shows.
         rows: the earlier history of a resumed run.
-        parent: the folder of the tracked study or sweep to which this run belongs; None without
-        one.
+        parent: the folder of the tracked study or sweep of this run; None without one.
         data: name and digest of the data set, and other facts about it.
         """
         self._begin(config, tags, rows, parent, data, sender=UI)
@@ -139,11 +138,11 @@ class StoredTracker:
     ) -> None:
         """Write the record of a run that begins or continues, and collect its unsent rows.
 
-        sender: what sends the run to MLflow: the run itself, or `raysim ui`.
         config, tags: the settings and tags that MLflow shows.
         rows: the history so far.
         parent: the folder of the study or sweep; None for a single run.
         data: a description of the data set; None if there is none.
+        sender: what sends the run to MLflow: "run" itself, or "ui" for `raysim ui`.
         """
         self._record.update(read_record(self._folder))
         for key in END_KEYS:
@@ -310,11 +309,10 @@ class Tracker(StoredTracker):
     ) -> None:
         """Begin or continue a run, and start the thread that sends it.
 
-        config: the configuration of the run, by key; MLflow shows it as parameters.
+        config: the configuration, by key; MLflow shows it as parameters.
         tags: the tags that MLflow shows.
         rows: the earlier history of a resumed run.
-        parent: the folder of the tracked study or sweep to which this run belongs; None without
-        one.
+        parent: the folder of the tracked study or sweep of this run; None without one.
         data: name and digest of the data set, and other facts about it.
         """
         with self._wake:
@@ -427,9 +425,8 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Append the rows that are not in MLflow yet to the backlog file.
+        """Append the rows that neither MLflow nor the backlog file has to the backlog file.
 
-        Rows that the backlog file already has are not appended again.
         problem: why the rows could not be sent. The first problem of a run is printed.
         """
         with self._wake:

@@ -57,9 +57,9 @@ class InProcess:
         """Return the total of several sums of updates.
 
         node: is ignored, because all workers are in this process.
-        parts: for each sum, the positions of its updates in the order of aggregation, as a range.
-        The updates of a range are a subtree of the summation tree (`tree_sum`).
-        refs: refs[i] is the sum of the updates in parts[i]; in this process it is the value itself.
+        parts: for each sum, the positions of its updates in the order of aggregation. They form a
+        subtree of the summation tree (`tree_sum`).
+        refs: refs[i] is the sum of the updates in parts[i].
         """
         return add_up(parts, *refs)
 

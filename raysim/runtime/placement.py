@@ -62,9 +62,8 @@ class RayOptions:
     def combine_from(self) -> float:
         """The smallest model, as a number of floats, for which nodes add up updates.
 
-        For a smaller model, each worker sends its sum of updates to the coordinator. For a model of
-        at least this size, each node first adds up the sums of its workers. 0 means that nodes add
-        up sums for every model. Infinity means that nodes add up sums for no model.
+        For a model of this size or more, each node adds up the sums of its workers. For a smaller
+        model, workers send their sums to the coordinator. 0 means every model, infinity no model.
         """
         if self.combine is None:
             return 1 << 18
@@ -93,10 +92,10 @@ class RayOptions:
 
 
 def listen_on_loopback(options: RayOptions) -> None:
-    """Make Ray clusters unreachable for other machines: use only the loopback interface.
+    """Make Ray clusters that this process starts later unreachable for other machines.
 
-    This affects the clusters that this process starts later.
-    Call this before Ray is imported; otherwise the cluster listens on all interfaces.
+    Call this before Ray is imported; otherwise the cluster listens on all interfaces, not only on
+    loopback.
     options: the settings `runtime.*`. Nothing changes if `address` names an existing cluster.
     """
     if options.address in (None, "local") and "ray" not in sys.modules:
@@ -126,10 +125,9 @@ class NoRoomError(ValueError):
 def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     """Return the resources that each worker reserves.
 
-    A worker on the device "cuda" reserves a whole GPU, unless `runtime.gpus` is set.
+    A worker on "cuda" reserves a whole GPU, unless `runtime.gpus` is set. It reserves a CPU for
+    each of its `threads` threads, unless `runtime.cpus` is set.
     device: the device of the workers.
-    threads: the number of threads of a worker. A worker reserves one CPU for each thread, unless
-    `runtime.cpus` is set.
     Raises ValueError if the device does not fit the options.
     """
     if device.startswith("cuda:"):
@@ -180,7 +178,7 @@ def _times(available: float, amount: float) -> int:
 def worker_capacity(
     nodes: Sequence[Resources], per_worker: Resources, strategy: str = "PACK"
 ) -> int | None:
-    """Return how many workers fit on the nodes if these are empty; None means any number.
+    """Return how many workers fit on the empty nodes; None means any number.
 
     nodes: the resources of each node.
     per_worker: the resources that a worker reserves.
@@ -220,10 +218,10 @@ def limit_by_memory(
     """Reduce the number of workers to what the nodes' memory allows, but at least one.
 
     A node that declares no memory does not limit the number.
-    size: the planned number of workers and the resources that each of them reserves.
+    size: the planned number of workers and the resources of each of them.
     options: the settings `runtime.*`; with the strategy STRICT_PACK all workers are on one node.
     nodes: the resources of each node.
-    worker_bytes: the memory of a worker in bytes.
+    worker_bytes: the memory of a worker.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)
@@ -242,10 +240,9 @@ def _describe_shortage(
     """Describe which resource is scarcest, and what to change.
 
     If there is enough of each resource, but not on the same nodes, say that.
-    workers: the requested number.
-    capacity: the number that fits.
     per_worker: the resources of a worker.
     nodes: the resources of each node.
+    workers, capacity: the requested number of workers and the number that fits.
     """
     capacities = {
         name: worker_capacity(nodes, {name: amount}, options.strategy) or 0
@@ -285,8 +282,7 @@ def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
     """Describe nodes as a text such as "2 nodes of 8 CPU each and a node of 4 CPU".
 
     nodes: the resources of each node.
-    per_worker: the resources that a worker reserves. The text leaves out resources of a node that
-    workers do not reserve.
+    per_worker: the resources that a worker reserves. The text leaves out all other resources.
     """
     kinds = Counter(
         format_resources({name: node.get(name, 0.0) for name in per_worker}) for node in nodes
@@ -301,8 +297,8 @@ def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
 def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
     """Return the number of workers and their resources in a trial of a sweep.
 
-    bundles: the bundles of the trial's placement group. The first bundle is for the trial itself,
-    all other bundles are for workers.
+    bundles: the bundles of the trial's placement group: the first one for the trial itself, all
+    others for workers.
     device: the device of the workers; with "cuda", each worker's bundle must have a GPU.
     Raises ValueError if there are fewer or smaller bundles than the options request.
     """

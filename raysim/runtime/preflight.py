@@ -29,11 +29,10 @@ USABLE_SHARE = 0.95  # share of a GPU's memory that can be used, because allocat
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory that a job and a client's state need, and the memory that workers can use.
+    """The memory that jobs and client states need, and the memory that workers can use, in bytes.
 
-    All fields are numbers of bytes.
-    job: the peak memory of a worker that trains and scores a client. With several lanes, the worker
-    trains a client in each lane.
+    job: the peak memory of a worker that trains and scores a client, or a client in each of its
+    lanes.
     room: the memory of the device that all its workers together can use.
     state: the size of one client's state.
     """
@@ -46,9 +45,8 @@ class MemoryNeed:
 def memory_use(device: str) -> tuple[int, int]:
     """Return the peak memory of this process, and the memory that workers can use, in bytes.
 
-    On a GPU, the peak includes torch's tensors and CUDA's context. Workers can use the GPU memory
-    that other processes do not use now. On a CPU, the peak is the largest resident size of this
-    process. Workers can use all memory of the machine.
+    On a GPU, the peak includes torch's tensors and CUDA's context, and workers can use what other
+    processes do not use now. On a CPU, workers can use all memory of the machine.
     """
     if not device.startswith("cuda"):
         return peak_memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -89,12 +87,11 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 
 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
-    """Return a small copy of the data, in which only some clients have samples.
+    """Return a small copy of the data, to measure the memory of a job.
 
-    The memory of a job is measured with this copy.
-    clients: the numbers of the clients that have samples in the copy. All of them have the same
-    samples: those of `clients[0]`.
-    central: the copy has the first `central` samples of the central test set.
+    clients: the clients that have samples in the copy. All of them have the samples of
+    `clients[0]`.
+    central: the number of samples of the central test set in the copy.
     """
     train = _repeat_samples(data.partition.train, clients)
     partition = Partition(train, _repeat_samples(data.partition.test, clients))
@@ -114,9 +111,9 @@ def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
     """Return how many workers fit on a GPU next to the client states that the GPU stores.
 
-    need: the memory that a job and a client's state need, and the memory of the GPU for workers.
+    need: the memory of a job, of a client's state, and of the GPU for workers.
     clients: the number of clients that have states.
-    gpus: the number of GPUs. Each GPU stores an equal share of all client states.
+    gpus: the number of GPUs, which store equal shares of the states.
     """
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE_SHARE * need.room - states) // max(1, need.job)))

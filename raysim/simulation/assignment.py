@@ -155,10 +155,10 @@ def assign_consecutive_jobs(
 def _equal_load(work: float, loads: Sequence[float]) -> float:
     """Return the load that the least loaded workers have after they have shared some work.
 
-    The work fills up the workers with the smallest loads until they all have the same load. Workers
-    with a higher load get no work.
+    The work fills up the smallest loads until they are equal. Workers with a higher load get no
+    work.
     work: the number of samples to give to workers.
-    loads: for each worker, the number of samples that it has to train before it gets this work.
+    loads: for each worker, the number of samples before it gets this work.
     """
     ascending = sorted(loads)
     total = work
@@ -187,7 +187,7 @@ def _longest_load(jobs: Sequence[Job], loads: Sequence[float]) -> float:
     """Return the load of the busiest worker, in samples, if jobs are assigned one by one.
 
     The jobs with the most samples come first, and each job goes to the least loaded worker.
-    loads: for each worker, the number of samples that it must already train.
+    loads: for each worker, the samples that it must already train.
     """
     queue = list(loads)
     heapq.heapify(queue)

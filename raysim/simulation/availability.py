@@ -182,7 +182,7 @@ class Diurnal(Availability):
     """Clients that are available each day for some hours after the midnight of their time zone.
 
     midnights: [clients], the virtual time in hours of each client's first midnight.
-    hours: the number of hours after midnight for which a client is available, at most 24.
+    hours: the available hours of a day, at most 24.
     """
 
     def __init__(self, midnights: np.ndarray, hours: float):
@@ -284,8 +284,8 @@ class MarkovAvailability(Availability):
     def _decision(self, client: int, step: int) -> bool | None:
         """Return what a time step of the Markov chain does to a client's availability.
 
-        True makes the client available at the start of the time step; False makes it unavailable.
-        None means that the client's availability does not change.
+        At the start of the step, True makes the client available, and False makes it unavailable.
+        None changes nothing.
         step: the number of the time step.
         """
         draw = self._draws.get(step) or self._draw(step)
@@ -366,8 +366,8 @@ class MarkovAvailability(Availability):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        A `Change` has all clients that change at the same moment. In a Markov chain, clients change
-        only at the starts of its time steps.
+        A `Change` has all clients that change at the same moment, the start of a time step of the
+        Markov chain.
         clients: the numbers of the clients, ascending.
         """
         step = _interval(now, self._step_s)

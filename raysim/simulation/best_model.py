@@ -29,8 +29,8 @@ class Criterion:
 def best_criterion(spec: RunSpec) -> Criterion:
     """Return the criterion of a run: its validation score, or else its training loss.
 
-    The training loss is used if there are no validation samples. A test score is never used: it
-    would overestimate the quality of the chosen model.
+    The training loss is used if there are no validation samples. A test score would overestimate
+    the quality of the chosen model.
     """
     column = validation_column(spec)
     if column is None:

@@ -95,7 +95,7 @@ class WorkerCalls:
         """Start a Python method of a worker; return the call. `wait` returns its answer.
 
         method: the name of a Python method of `Worker`.
-        args: its arguments, without client states.
+        args: the arguments of the method, without client states.
         states: the client states that the worker needs for the call.
         """
         return self.start(Call(worker, method, args, states))
@@ -135,9 +135,8 @@ class WorkerCalls:
         """Send every worker the values that do not change in a run, and wait for the answers.
 
         Workers that start later get the same values.
-        args: the two arguments of `Worker.store_constants`. The first are the tensors that methods
-        send to each client only once in a run. The second are the rows of the central test set on
-        which `evaluate.probe` scores local models.
+        args: the tensors that methods send to each client only once in a run, and the rows of the
+        central test set on which `evaluate.probe` scores clients' models.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in self.active]:
@@ -299,10 +298,10 @@ class WorkerCalls:
     def _continue_without(self, worker: int, cause: str, many_died: bool) -> bool:
         """Give a dead worker's calls to the other workers; return False if that is impossible.
 
-        It is impossible if there is no other worker, or if an unanswered call needs values that
-        only the dead worker had.
+        It is impossible without another worker, or if an unanswered call needs values of the dead
+        worker.
         cause: text that says why the worker died.
-        many_died: True if many workers of its node died within a short time. False if only this
+        many_died: True if many workers of its node died within a short time; False if only this
         worker died, several times in a row.
         """
         remaining = [other for other in self.active if other != worker]
@@ -332,9 +331,9 @@ class WorkerCalls:
     def _leave_lost_nodes(self) -> bool:
         """Stop using workers whose node is lost or leaves; return True if a node is out of reach.
 
-        If a node is out of reach, the unanswered calls of its workers are moved to other workers.
-        If a node can still be reached, its workers answer the calls that they already have. They
-        get no new calls if the run has workers on other nodes.
+        The unanswered calls of a node out of reach are moved to other workers. Workers of a
+        reachable node answer the calls that they have, and get new ones only if no other node has
+        workers.
         """
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False
@@ -350,11 +349,9 @@ class WorkerCalls:
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
         """Give no more calls to a worker whose node will leave the cluster, and release it.
 
-        The worker is released only when it has no unanswered calls. Until then, this function must
-        be called again and again.
+        It is released once it has no unanswered calls. Until then, call this function repeatedly.
         node: the node, with the reason why it leaves.
-        remaining: the workers that get the new calls from now on. If there are none, an active
-        worker stays active.
+        remaining: the workers that get the new calls. If there are none, the worker stays active.
         """
         if worker in self.active:
             if not remaining:  # no other worker is left

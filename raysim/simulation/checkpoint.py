@@ -230,8 +230,7 @@ class Checkpoints:
     def _write_rows(self, store: Store, rows: Sequence[Any]) -> dict[str, str]:
         """Write new rows of the history to log files; return the new files' checksums by file name.
 
-        Each file gets exactly `_ROWS` rows. The last rows, if they are fewer, are left for a later
-        call.
+        Each file gets exactly `_ROWS` rows; fewer rows at the end are left for a later call.
         rows: all rows of the history. Rows that are in files already are skipped.
         """
         files = {}
@@ -282,8 +281,8 @@ class Checkpoints:
     def _continue_log(self, store: Store) -> None:
         """Let new checkpoints use the log files of the checkpoint from which this run continues.
 
-        Log files contain client states and old rows of the history. Do nothing if the run continues
-        from no checkpoint, or from a checkpoint in another folder.
+        Log files contain client states and old rows of the history. Without a checkpoint in the
+        same folder, do nothing.
         store: the folder or URL to which this run writes checkpoints.
         """
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
@@ -327,11 +326,11 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
-    """Return the log files that a checkpoint still needs.
+    """Return the part of `log` that a checkpoint still needs.
 
-    Files with client states are left out if all these states are outdated.
-    log: the checksum of each log file, by name. The result is a part of this mapping.
-    index: the index that says which file has the current state of each client.
+    A file with client states is left out if all its states are outdated.
+    log: the checksum of each log file, by name.
+    index: says which file has the current state of each client.
     """
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
     return {
@@ -412,8 +411,7 @@ def _path(folder: str, name: str) -> str:
     """Return the path, in the store, of a file that a checkpoint's manifest lists.
 
     folder: the folder of the checkpoint, such as "round-000050".
-    name: the name of the file in the manifest. Names that start with "log/" are outside of the
-    checkpoint's folder.
+    name: the file's name in the manifest; names that start with "log/" are outside of `folder`.
     """
     return name if name.startswith("log/") else f"{folder}/{name}"
 
@@ -452,9 +450,8 @@ def _digest_of_manifest(digests: Mapping[str, str]) -> str:
 def read(address: str | Path) -> Snapshot:
     """Read a checkpoint, after verifying all its files.
 
-    Raises ValueError if the checkpoint is missing, damaged, or in the format of another version of
-    raysim. The error for a damaged one gives the address of the last valid checkpoint of the run,
-    if there is one.
+    Raises ValueError if it is missing, damaged, or in the format of another version of raysim. The
+    error for a damaged checkpoint gives the address of the run's last valid one, if any.
     """
     where, folder = split_address(address)
     store = open_store(where)
@@ -494,7 +491,7 @@ def read(address: str | Path) -> Snapshot:
 def _advise(where: str, damaged_folder: str) -> str:
     """Return the sentence that tells users how to continue without a damaged checkpoint.
 
-    It names the last undamaged checkpoint; if there is none, it says to start the run again.
+    It names the last undamaged checkpoint, or says to start the run again.
     where: the folder or URL of all checkpoints of the run.
     damaged_folder: the name of the damaged checkpoint's folder, such as "round-000050".
     """
@@ -527,8 +524,8 @@ def _read_json(store: Store, name: str) -> Any:
 def _map_tensors(store: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Map the tensors of some files into memory; return all of them in one dictionary, by name.
 
-    A mapped tensor needs little memory, because its values are read from the file when they are
-    used. Writing to a returned array does not change the file.
+    Values are read from the file when they are used. Writing to a returned array does not change
+    the file.
     names: the paths of the files in the store.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -546,8 +543,7 @@ def _read_index(store: Store, folder: str) -> StateIndex:
 def _states_by_client(store: Store, index: StateIndex) -> StatesByClient:
     """Return a mapping from each client to its state, which is read when it is accessed.
 
-    Only one file is mapped into memory at a time. Iteration goes through the clients file by file,
-    so that no file is mapped twice.
+    Iterate over the clients in the order of the mapping, so that no file is read twice.
     index: says which file contains the state of each client.
     """
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
@@ -577,8 +573,7 @@ def copy(address: str | Path, where: str | Path) -> None:
     """Copy a checkpoint, with all files that it needs, to another folder or URL.
 
     address: the path or the URL of the checkpoint.
-    where: the folder or the URL into which the checkpoint's folder is copied. The copy of the
-    folder has the same name as the original.
+    where: the folder or URL in which the checkpoint's folder gets a copy of the same name.
     """
     origin, folder = split_address(address)
     source, target = open_store(origin), open_store(where)

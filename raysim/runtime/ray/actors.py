@@ -85,8 +85,8 @@ def worker_bytes(model_floats: int, itemsize: int) -> int:
 def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
     """Put the content of the data set's file into the object store, for other nodes.
 
-    Return a list with a reference to the content. If all processes of the run are on this node,
-    store nothing and return [].
+    Return a list with a reference to the content; or [] if all processes of the run are on this
+    node.
     group: the placement group of the run; None means that all processes are on this node.
     """
     if group is None:
@@ -116,8 +116,8 @@ class RayWorker(Worker):
 
     spec: the run.
     name: the name of the worker in messages, such as "worker-3".
-    content: a list with a reference to the content of the data set's file, for a node that does not
-    have this file; [] if all processes of the run are on one node.
+    content: a reference to the content of the data set's file, for a node without this file; [] if
+    all processes are on one node.
     """
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
@@ -131,9 +131,8 @@ class RayWorker(Worker):
 def identify_process(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
     """Return the identity of this process: its name, its node, its hardware and its software.
 
-    The bits of the results depend on the hardware and the software.
     name: the name of the process in messages, such as "worker-3".
-    packages: the names of further packages whose versions are part of the identity.
+    packages: further packages whose versions are part of the identity.
     device: the device on which the process trains, such as "cuda"; "" means none.
     """
     return identify(name, packages, device, f"{platform.node()} ({ray.util.get_node_ip_address()})")
@@ -143,8 +142,7 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 def actor_class(kind: type) -> Any:
     """Return a class of Ray actors, each of which holds an object of the class `kind`.
 
-    An actor has the public methods of `kind`; each of them calls the same method of the object. The
-    method `become` replaces the object by a new one.
+    An actor has the object's public methods. The method `become` replaces the object by a new one.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -196,10 +194,9 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums of updates; None if all sums are None.
 
-        parts: for each sum, the positions of its updates in the order of aggregation, as a range.
-        The updates of a range are a subtree of the summation tree (`tree_sum`).
-        sums: sums[i] is the sum of the updates in parts[i]; None if all jobs that should make these
-        updates failed.
+        parts: for each sum, the positions of its updates in the order of aggregation. They form a
+        subtree of the summation tree (`tree_sum`).
+        sums: sums[i] is the sum of the updates in parts[i]; None if all jobs of this part failed.
         """
         return add_up(parts, *sums)
 
@@ -238,9 +235,9 @@ class RayCoordinator:
     def begin(self) -> Iterator[list[Event]]:
         """Yield the events of the run up to `Started`, when all workers are ready.
 
-        The method `events` yields the later events. Make the run's folder before you call `events`.
-        Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
-        the driver, unless `runtime.mixed=true`. The driver is the process that the user started.
+        Make the run's folder before you call `events`, which yields the later events.
+        Raises UnequalWorkersError if a worker's results would not be bit-identical to the driver's,
+        unless `runtime.mixed=true`.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -358,7 +355,7 @@ class RayRuntime:
         """Put a value into Ray's object store; return a reference to the value.
 
         All workers of a node share one copy. A version of a small model is returned unchanged
-        instead, and is sent to the workers with each call.
+        instead, to be sent with each call.
         """
         if isinstance(value, PublishedVersion):
             is_small = value.nbytes * len(self.actors) <= MAX_INLINE_BYTES
@@ -385,8 +382,8 @@ class RayRuntime:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
         node: the number of the node.
-        parts: for each sum, the positions of its updates in the order of aggregation, as a range.
-        The updates of a range are a subtree of the summation tree (`tree_sum`).
+        parts: for each sum, the positions of its updates in the order of aggregation. They form a
+        subtree of the summation tree (`tree_sum`).
         refs: refs[i] is a reference to the sum of the updates in parts[i].
         """
         return self._adder(node).add_up.remote(parts, *refs)
@@ -446,11 +443,10 @@ class RayRuntime:
         """Start to watch the nodes: notice lost nodes, and start workers on new nodes.
 
         If the run never starts further workers, do nothing.
-        timeout_s: the seconds without an answer after which a node counts as lost; infinity means
+        timeout_s: the time without an answer after which a node counts as lost; infinity means
         never.
-        worker_bytes: the memory that a worker needs, in bytes.
-        dataset_path: the data set's file on this node. Nodes without this file receive a copy of
-        it.
+        worker_bytes: the memory that a worker needs.
+        dataset_path: the data set's file on this node, which is copied to nodes without it.
         """
         if self._growth is not None:
             self._watch = NodeWatch(timeout_s)
@@ -546,7 +542,7 @@ class RayRuntime:
         """Start a worker at a place of the cluster.
 
         number: the number of the lost worker that it replaces, or -1 for a new worker.
-        place: the node and the bundle in which the worker starts.
+        place: the node and the bundle.
         recruiter: the object that starts the actor, and later reports that it is ready.
         """
         worker = self.workers if number < 0 else number
@@ -567,8 +563,7 @@ class RayRuntime:
     def _admit(self, worker: int, identity: Identity) -> bool:
         """Compare a new worker with the driver; end the worker and return False if they differ.
 
-        They differ if their results would not be bit-identical, and `runtime.mixed` is False. The
-        driver is the process that the user has started.
+        They differ if their results would not be bit-identical, and `runtime.mixed` is False.
         identity: the hardware and software of the worker's process.
         """
         try:
@@ -592,8 +587,7 @@ class RayRuntime:
     def _forget_process(self, worker: int) -> None:
         """Remove what is stored about a worker's old process, after a new process replaced it.
 
-        Ask the new process for its `StackSource`, from which other processes read its call stacks.
-        Also ask it for the state of its node's memory.
+        Ask the new process for its `StackSource` and for the state of its node's memory.
         """
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
@@ -603,8 +597,8 @@ class RayRuntime:
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
         """Return why a worker died, as text without a full stop.
 
-        The text says that memory ran out if the kernel of the worker's node has ended a process for
-        this reason. Otherwise the text is that of the error.
+        The text is that of the error, unless the kernel of the worker's node has ended a process
+        because memory ran out.
         death: the error that says that the worker is dead.
         """
         text = str(death).rstrip(".")
@@ -643,10 +637,10 @@ class RayRuntime:
     def revive(self, worker: int) -> None:
         """Start another actor at the place of a worker that died.
 
-        Raises WorkerDiedError if the worker's node is lost.
-        Raises ProcessLostError if the new actor does not start.
-        Raises RunStoppedError if its results would not be bit-identical to results of the driver
-        (the process that the user has started), unless `runtime.mixed=true`.
+        Raises WorkerDiedError if the worker's node is lost, ProcessLostError if the new actor does
+        not start.
+        Raises RunStoppedError if the new actor's results would not be bit-identical to the
+        driver's, unless `runtime.mixed=true`.
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         if self._recruiter is not None and worker in self._places:
@@ -667,11 +661,10 @@ class RayRuntime:
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
         """Wait for the result of a process in a worker's bundle; return True if the result exists.
 
-        Return False after `REPLACEMENT_TIMEOUT_S` seconds without a result. Return False earlier if
-        Ray says that the node of any bundle of this run is dead.
+        Return False after `REPLACEMENT_TIMEOUT_S` seconds, or once Ray says that a node with a
+        bundle of this run is dead.
         ref: a reference to the result.
-        Raises WorkerDiedError if the watch over the nodes (`watch_nodes`) says that this worker's
-        node is lost.
+        Raises WorkerDiedError if `watch_nodes` finds that this worker's node is lost.
         """
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
             if ray.wait([ref], timeout=1)[0]:
@@ -730,8 +723,7 @@ class RayRuntime:
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
         """Return the identity of a worker's process; None if it cannot be found out.
 
-        An identity is the hardware and software on which the bits of results depend. If the worker
-        dies before it answers, another process in its bundle reports the identity.
+        If the worker dies before it answers, another process in its bundle reports the identity.
         answer: a reference to the identity that the worker itself reports.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
@@ -853,10 +845,9 @@ def start_workers_in(
 def become_all(actors: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None:
     """Replace the object in each actor by a new object of the same class, all at the same time.
 
-    Wait until all new objects exist.
-    actors: actors of an `actor_class`; each of them has one object.
+    Wait until all new objects exist. Raise the error of the first actor that fails.
+    actors: actors of an `actor_class`.
     arguments: for each actor, the arguments for the constructor of its new object.
-    Raises the error of the first actor that fails.
     """
     pairs = zip(actors, arguments, strict=bool(actors))
     calls = [actor.become.remote(*its_arguments) for actor, its_arguments in pairs]

@@ -144,8 +144,8 @@ def has_gpus() -> bool:
 def run_bundles(size: Size) -> list[dict[str, float]]:
     """Return the bundles that a run reserves: first the coordinator's, then one per worker.
 
-    The coordinator must be on the node of this process, which has the run's files. Therefore its
-    bundle contains a resource that no other node has.
+    The coordinator's bundle contains a resource that only the node of this process has, because the
+    run's files are on this node.
     """
     this_node = next(
         name

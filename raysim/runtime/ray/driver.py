@@ -145,7 +145,7 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     """Reduce the number of workers to what fits next to other runs on the cluster.
 
     If no worker fits, do not reduce the number; the run then waits until all its workers fit.
-    size: the planned number of workers and the resources that each of them reserves.
+    size: the planned number of workers and the resources of each of them.
     say: function that tells the user about a smaller number.
     """
     free = worker_capacity(free_resources(), size.per_worker, options.strategy)
@@ -170,11 +170,11 @@ def _limit_by_memory(
 ) -> Size:
     """Reduce the number of workers to what the memory of the nodes allows, but at least one.
 
-    cluster: the resources of each node.
-    size: the planned number of workers and the resources that each of them reserves.
-    say: function that tells the user about a smaller number.
+    size: the planned number of workers and the resources of each of them.
     options: the settings `runtime.*`.
-    spec: the run; the size of its model decides how much memory a worker needs.
+    spec: the run, whose model decides how much memory a worker needs.
+    cluster: the resources of each node.
+    say: function that tells the user about a smaller number.
     """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)
@@ -193,7 +193,7 @@ def _measure_remotely(
     """Measure the memory of one job, in a process that reserves the resources of a worker.
 
     per_worker: the resources of a worker.
-    say: function that gets a text about what the measurement waits for.
+    say: function that tells the user what the measurement waits for.
     measure: function that trains one job and returns the memory that it needs.
     """
     end_waiting()  # the preflight needs a whole GPU

@@ -29,8 +29,8 @@ class _Cause:
     """A reason why Ray cannot start, and what the user can do.
 
     words: texts that show this cause, in messages of Ray or of the operating system.
-    meaning: the text that describes the problem to the user.
-    advice: the text that tells the user what to do.
+    meaning: the problem, for the user.
+    advice: what the user should do.
     """
 
     words: tuple[str, ...]
@@ -90,8 +90,7 @@ _CAUSES = (
 def describe_failed_start(address: str, error: BaseException) -> str:
     """Return the text for an error that Ray raised when a cluster was started or joined.
 
-    The text names the setting or the environment variable that is wrong. It says what the problem
-    is and what to do.
+    The text names the wrong setting or environment variable, the problem and what to do.
     address: "local" for a cluster that this process starts; otherwise the address of the cluster to
     join.
     """

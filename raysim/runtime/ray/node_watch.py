@@ -52,8 +52,7 @@ def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) ->
 def probe(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> list[bool]:
     """Return a bool for each node: True if it answers.
 
-    Up to `MAX_PROBES` nodes are asked at the same time. This has nothing to do with probes of
-    clients' models (`evaluate.probe`).
+    This has nothing to do with probes of clients' models (`evaluate.probe`).
     nodes: entries of `ray.nodes()`.
     timeout_s: the most seconds to wait for an answer.
     """
@@ -90,9 +89,8 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 
 
 class ClusterState(NamedTuple):
-    """What the head of a cluster knows about its nodes.
+    """What the head of a cluster knows about its nodes, which have Ray's identifiers as names.
 
-    Nodes are named by Ray's identifiers.
     draining: the nodes that will leave, for example spot instances after their notice.
     free: for each node, the resources that are not reserved.
     has_demand: True if a task, an actor or a placement group waits for resources.
@@ -203,10 +201,10 @@ class NodeWatch:
         return self._usable
 
     def free_resources(self, node: str) -> Resources:
-        """Return the unreserved resources of a node, as amounts by name.
+        """Return the unreserved resources of a node, as amounts by name; {} if unknown.
 
-        Return {} if they are unknown. Also return {} if a task, an actor or a placement group of
-        the cluster waits for resources, because Ray may give it these resources.
+        Also return {} if a task, an actor or a placement group of the cluster waits for resources,
+        because Ray may give it these.
         """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})

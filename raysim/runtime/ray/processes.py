@@ -37,8 +37,8 @@ Request: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
 class RunProcesses:
     """The processes of a run, with their placement group.
 
-    request: the bundles and the strategy with which the resources were requested.
-    group: the placement group that reserves the resources.
+    request: the bundles and the strategy of the placement group, as they were requested.
+    group: the placement group.
     workers: the actors of the workers.
     coordinator: the actor of the coordinator.
     end: function that ends the processes.
@@ -139,8 +139,8 @@ def waiting_workers(per_worker: Resources) -> int:
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
     """Keep the processes of a run for the next run, or end them.
 
-    They are kept only if the run has succeeded and all its workers are idle. Moreover, the context
-    `keep_processes` must be active, and no other processes may be kept already.
+    They are kept if the run has succeeded, all its workers are idle, the context `keep_processes`
+    is active, and no other processes are kept already.
     """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:

@@ -1,7 +1,7 @@
 """Keep the messages of Ray apart from raysim's output.
 
-When a process or a node is lost, a thread of Ray in the driver prints long messages on the standard
-output. No setting of Ray turns them off. Here they go to a file in the folder of the run.
+When a process or a node is lost, Ray prints long messages on the driver's standard output. No
+setting turns them off. This module writes them to a file in the run's folder.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class RayMessages:
 class RoutedStream:
     """A text stream that separates the text of Ray's threads from all other text.
 
-    Text that a thread of Ray writes is added to `messages`. All other text is written to `stream`.
-    Attributes other than `write` are those of `stream`.
+    Text of Ray's threads is added to `messages`, all other text is written to `stream`. Attributes
+    other than `write` are those of `stream`.
     """
 
     def __init__(self, stream: Any, messages: RayMessages):
@@ -119,8 +119,8 @@ def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
 def separate_messages() -> Iterator[None]:
     """Keep the messages of Ray's threads away from standard output until the end of the context.
 
-    Use it with `messages_written_to`, which writes the messages to a file. Messages that were not
-    written to a file are printed on standard error at the end.
+    `messages_written_to` writes them to a file. All other messages are printed on standard error at
+    the end.
     """
     global _messages
     _messages = messages = RayMessages()
@@ -137,8 +137,7 @@ def messages_written_to(folder: Path) -> Iterator[MessageFile | None]:
     """Write Ray's messages to a file in the folder of a run, until the end of the context.
 
     Yield this file. If raysim has not connected this process to Ray, yield None and write nothing.
-    This context and a progress bar both replace `sys.stdout`. Begin the context after the progress
-    bar has started; otherwise the bar would get the messages.
+    Begin the context after a progress bar has started; otherwise the bar would get the messages.
     """
     if _messages is None:
         yield None

@@ -64,8 +64,7 @@ class _Recruit:
 
     worker: the number of the worker.
     place: where the worker was started.
-    actor: the actor of the worker.
-    answer: a reference to the worker's identity. The identity can be read once the worker is ready.
+    answer: a reference to the worker's identity, which can be read once the worker is ready.
     since: when the worker was started, in seconds of `time.monotonic`.
     """
 
@@ -81,8 +80,8 @@ class Recruiter:
 
     growth: the facts of the run that decide how many workers start, and how.
     watch: the object that knows which nodes are usable.
-    worker_bytes: the memory that a worker needs, in bytes.
-    dataset_path: the data set's file on this node. Nodes without this file receive a copy of it.
+    worker_bytes: the memory that a worker needs.
+    dataset_path: the data set's file on this node, which is copied to nodes without it.
     """
 
     def __init__(self, growth: Growth, watch: NodeWatch, worker_bytes: int, dataset_path: Path):
@@ -172,8 +171,8 @@ class Recruiter:
         """Start a worker, and return its actor without waiting until it is ready.
 
         Once the worker is ready, the next `take_ready` returns its number.
-        worker: the number of the worker, which may have been the number of a lost worker.
-        place: the node and the bundle in which the worker starts.
+        worker: the number of the worker, which may be that of a lost worker.
+        place: the node and the bundle.
         """
         actor = self.restart(worker, place)
         answer = actor.identity.remote()
