@@ -77,7 +77,7 @@ def check_recorded(make: Make, **settings: Any) -> None:
     Without a GPU, the replay is simulated. The check fails if a step reads the value of a tensor,
     as `.item()` does. It passes if raysim refuses lanes for the run.
     make: function that returns the run, in float64, with new method objects.
-    settings: settings to change, see `runs.with_settings`.
+    settings: see `runs.with_settings`.
     """
     with contextlib.suppress(LanesError):
         loop, other = (

@@ -109,7 +109,6 @@ def check_declarations(make: Make) -> None:
 class WatchedRun:
     """A finished run with the content of all its messages.
 
-    spy: the runtime, which has stored the messages.
     uploads: the tensors that clients send next to the update.
     personal: the networks' tensors that stay on the clients.
     secrets: names and bytes of client states that no message may contain. Short and uniform states

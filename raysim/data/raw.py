@@ -304,11 +304,11 @@ def convert_inputs(
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
     Floats and booleans become float32, and uint8 values stay uint8 if `tokens` is None. All other
-    integers are token numbers and become int64. Without token numbers, the second result is None.
+    integers are token numbers and become int64. Without them, the second result is None.
     tokens: None infers them from the largest token number.
     name: the name of the source, for errors.
-    Raise ValueError for inputs that are neither numbers nor booleans, floats that are not finite,
-    and token numbers that `tokens` does not allow.
+    Raise ValueError for other types, floats that are not finite, and token numbers that `tokens`
+    does not allow.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind

@@ -23,7 +23,7 @@ class Shapes(Source):
     samples, test_samples: the numbers of images for training and for central tests.
     users: the number of simulated cameras, which partition=natural makes clients. Each has its own
     brightness and prefers one shape.
-    noise: standard deviation of the noise, in levels of 0 to 255.
+    noise: standard deviation, in levels of 0 to 255.
     seed: the seed of the data, which the run's seed does not change.
     """
 

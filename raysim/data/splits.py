@@ -165,8 +165,8 @@ def dirichlet_client_split(
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
-    A draw uses the client's class distribution, limited to classes with remaining samples. If there
-    are none, it uses the shares of the classes in all remaining samples.
+    A draw uses the client's class distribution, limited to classes with remaining samples, or else
+    the classes' shares of all remaining samples.
     proportions: the class distribution of each client, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].

@@ -177,10 +177,10 @@ def describe_objects(
 ) -> UserObjects:
     """Return the user's objects, and the entries of the configuration that describe them.
 
-    Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
-    have settings.
+    Arrays, tables, lists of rows and networks are wrapped in objects of raysim, which have
+    settings.
     objects: by group or by "method.NAME".
-    settings: the overrides of the wrappers' settings, by the same keys.
+    settings: the overrides of these settings, by the same keys.
     config: the configuration, with the stored settings of a resumed run's wrappers.
     Raise `RefusedError` for an object of a wrong type, and for a setting that an object does not
     have.

@@ -86,7 +86,6 @@ def local_copy(
 
     If `out` is not a URL, yield the unchanged run and no observers. The end of the `with` block
     uploads new and changed files.
-    console: prints a warning if files cannot be sent during the run.
     Raise `RefusedError` for a URL that cannot be used, and `RunStoppedError` if the last upload
     fails.
     """

@@ -76,7 +76,7 @@ class Result:
     Models are built from the folder's files when they are needed, in this process and on the CPU.
     folder: the run's folder, or a local copy of the folder behind `url`.
     summary: as in summary.json; for an unfinished run, it is computed from the history.
-    url: the URL to which the files were sent, or "".
+    url: where the files were sent, or "".
     """
 
     folder: Path

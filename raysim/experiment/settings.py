@@ -77,8 +77,8 @@ class ExecutionOptions:
     resume: "latest", or a checkpoint's folder; None starts a new run.
     device: "auto", "cpu", "cuda" or "mps", for each worker.
     profile: True measures how the wall time is spent.
-    thresholds: values of the main metric, for which `rounds_to` in the summary has the first round
-    that reaches them.
+    thresholds: values of the main metric. `rounds_to` in the summary has the first round that
+    reaches each of them.
     tracking: whether and where the run is stored for MLflow.
     """
 

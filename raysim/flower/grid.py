@@ -64,7 +64,6 @@ class MessageRecord:
 class _Pending:
     """A message whose reply the ServerApp has not received yet.
 
-    request: the message in the form that raysim sends to a worker.
     dispatched: the virtual time of sending, in seconds.
     arrival: when the reply arrives, or when the message counts as lost.
     content: the records of the reply; None before a worker has answered, and after an error.
