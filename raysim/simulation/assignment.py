@@ -63,8 +63,8 @@ def assign_units(
 
     A unit goes to its client's home (`StateHome`) if the home is still making the client's state.
     Otherwise it goes to the first of these workers that stays below a limit: the home, then the
-    least loaded worker on the home's node. If there is none, it goes to the least loaded worker of
-    all. The limit is `MAX_SLOWDOWN` times the mean load after all units are assigned.
+    least loaded worker on the home's node. If none does, the least loaded worker gets it. The limit
+    is `MAX_SLOWDOWN` times the mean load after all assignments.
 
     units: the jobs of each client; the units with the most samples come first.
     loads: for each worker, the number of samples that it must already train.
@@ -106,8 +106,8 @@ def assign_groups(
     groups: jobs whose updates are a subtree of the summation tree, in the order of aggregation.
     loads: for each worker, the number of samples that it must already train.
     nodes: for each worker, the number of its node.
-    keeps_nodes: True assigns groups to nodes first, if the loads allow it. Then a node can add up
-    the sums of its workers.
+    keeps_nodes: True assigns groups to nodes first, if the loads allow it, so that nodes can add up
+    sums.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:

@@ -406,8 +406,8 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    An interval includes its start and excludes its end. A row is the recording of a device. Several
-    clients may use the same row.
+    An interval includes its start and excludes its end. A row is the recording of a device, which
+    several clients may use.
     bounds: float64, the start and end of each interval in seconds, row after row.
     first: int [rows + 1], the index in `bounds` of the first start of each row, and the length of
     `bounds`.

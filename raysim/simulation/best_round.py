@@ -37,8 +37,8 @@ class BestRounds:
 
         validation: [clients], the validation scores; nan without validation samples.
         hits: the scores of the clients' test samples, client after client.
-        Return both of each client's best round. Raises ValueError if a resumed run's checkpoint has
-        scores of another shape.
+        Return both arrays of each client's best round. Raises ValueError if a resumed run's
+        checkpoint has scores of another shape.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))

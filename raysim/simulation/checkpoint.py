@@ -164,8 +164,8 @@ class Checkpoints:
         """Write a checkpoint, remove all but the last few, and return its address.
 
         Nothing is written if the last checkpoint has this version. Checkpoints of later versions
-        are removed. If an old checkpoint cannot be removed, the attribute `removal_failure` says
-        why.
+        are removed. The attribute `removal_failure` says why an old checkpoint could not be
+        removed.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
         write.
         """

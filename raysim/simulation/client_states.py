@@ -39,12 +39,11 @@ class StateUse(NamedTuple):
 class ClientStates:
     """The store of a run's client states; a state is identified by the job that made it.
 
-    A new state is on the worker that trained the job, and in the object store. A state is committed
-    when its job is aggregated. Scores and checkpoints use only committed states.
+    A new state is on the worker that trained the job, and in the object store. It is committed when
+    its job is aggregated. Scores and checkpoints use only committed states.
     stateful: False starts every job from the initial state.
-    budget: the most bytes of committed states in memory. Beyond it, the states of clients that have
-    been idle longest are moved to disk.
-    folder: the folder for states on disk.
+    budget: the most bytes of committed states in memory. Beyond it, states of clients that have
+    been idle longest are moved to `folder`.
     """
 
     def __init__(

@@ -54,10 +54,10 @@ class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
     clients, unseen: the scored clients that take part in the training, and those that never do.
-    reports: the calls of each view. This module's docstring describes the views. "mean" scores the
-    mean of all replicas. "sets" is a method's own scoring.
+    reports: the calls of each view (see this module's docstring). "mean" scores the mean of all
+    replicas. "sets" is a method's own scoring.
     members: the clients whose local models the loss decomposition compares.
-    models: the calls for these local models, and last for the shared model after the aggregation.
+    models: the calls for these local models, and last for the next shared model.
     replicas: for each scored replica, the calls that score it on the central test set.
     client_scores: for each column, pairs of client numbers and scores.
     """

@@ -99,8 +99,8 @@ def workers_busy(
 
     Every worker needs the same time for a sample. Jobs of the next aggregation come first. A job
     whose update is never aggregated is not trained.
-    plans_ahead: True lets a job begin when its base version exists. False also waits for the
-    aggregation before its own.
+    plans_ahead: False lets a job begin only after the aggregation before its own. True lets it
+    begin when its base version exists.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

@@ -24,8 +24,7 @@ class RowWriter:
     """The object that makes the history's row of each aggregation.
 
     Some columns count events since the last row, such as deaths of workers.
-    network_columns: function that returns the columns of bytes sent between nodes since the last
-    row.
+    network_columns: returns columns of the bytes sent between nodes since the last row.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ class JobState(enum.StrEnum):
     """The state of a job, from the plan to its end.
 
     PLANNED: the base version of the job does not exist yet.
-    DISPATCHED: it is not known yet whether the update will be aggregated.
-    IN_FLIGHT: the update will be aggregated.
+    DISPATCHED: the base version exists.
+    IN_FLIGHT: it is known that the update will be aggregated.
     FAILED: the job raised an error, or its result is not finite.
     LOST: the client dropped out.
     DISCARDED: the update was too stale, or is not needed.

@@ -1,8 +1,8 @@
 """Plan a run on virtual time: dispatches, base versions, and how each job ends.
 
-The plan follows from configuration and seed, so the end of a job is known before its training. If
-the selection needs reports of clients, or if messages change in size, the plan also depends on
-training results. Then an aggregation is planned after the server has made the previous one.
+The plan follows from configuration and seed. If the selection needs reports of clients, or if
+messages change in size, it also depends on training results. Then an aggregation is planned after
+the server has made the previous one.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ class PlannedAggregation:
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Yield random positions in an array of clients; a position may be repeated.
 
-    The iterator stops after max(`clients`, `DRAWS_PER_CLIENT` * `count`) positions or more. Then it
-    is faster to list all idle clients.
+    The iterator stops when it would be faster to list all idle clients.
     clients: the length of the array.
     count: the number of different, idle clients that the caller needs.
     """
@@ -889,9 +888,8 @@ class Planner:
     ) -> None:
         """Continue from a stored state; this planner must not have planned anything yet.
 
-        The arguments are what `state`, `selection_arrays` and `received` returned, and for each
-        client the numbers of its jobs (`participations`) and of its aggregated jobs (`accepted`),
-        int32 [clients].
+        The arguments are what `state`, `selection_arrays` and `received` returned, and the numbers
+        of each client's jobs and aggregated jobs, int32 [clients].
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

@@ -32,16 +32,15 @@ class Replicas:
     Attributes:
     - version: the number of the run's aggregations so far, over all replicas.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica, an integer that identifies its model. A changed replica gets a new
-      integer. Replicas with equal models may have the same one.
-    - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
+    - numbers: an integer for each replica, which changes with its model. Equal models may have the
+      same one.
+    - clients_of: int64 [clients], the replica that serves each client. If clients choose their
       replica, it is the one that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
     set_clients: called with `clients_of` and a server, to tell the server its clients. None if
     clients never move.
-    budget: the most bytes of replicas in memory. Idle replicas beyond it are moved to disk.
-    folder: the folder for replicas on disk.
+    budget: the most bytes of replicas in memory. Idle replicas beyond it are moved to `folder`.
     """
 
     def __init__(

@@ -45,14 +45,13 @@ class ScoredClients(Protocol):
 class ScoreColumns:
     """The object that makes the columns of the history for one metric.
 
-    A metric computes a value for each sample. `metric.summarise` makes a score from the values of
-    several samples.
+    A metric computes a value for each sample. `metric.summarise` makes a score from several values.
 
     values_index: the index of this metric's values in `ScoringReport.scores`.
     personal: True if each client is scored with a model of its own.
     test_counts, validation_counts: int64 [clients], the number of samples of each client.
-    best: the rounds with the best validation scores so far. None without validation samples, or if
-    `metric` is not the main metric, the first of `evaluate.metrics`.
+    best: the best rounds on validation samples so far. None without these samples, or if `metric`
+    is not the main metric (the first of `evaluate.metrics`).
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class ScoreColumns:
 
         The columns have the mean and the worst test score, over trained clients and over unseen
         clients. If suffix="", `_best_columns` adds further columns.
-        tested, validated: for each client, the metric's values for its test or validation samples.
-        suffix: the end of the columns' names: "_finetuned" for fine-tuned models, otherwise "".
+        tested, validated: the metric's values for each client's test or validation samples.
+        suffix: the end of the columns' names, "_finetuned" or "".
         """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
@@ -215,10 +214,9 @@ class ScoreColumns:
 
         The test scores are those of `_client_columns`, each from the best round of its client. The
         validation scores are means over the clients, in this round and in the best rounds. If
-        `metric` is not the main metric, the only column is the validation score of this round.
+        `metric` is not the main metric, there is only the validation score of this round.
 
-        tested, validated: the metric's value for each test or validation sample, client after
-        client.
+        tested, validated: the metric's value for each sample, client after client.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):

@@ -120,9 +120,9 @@ class Selector:
     pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
     load: returns the samples to process, and the floats to receive and to send, for a client's next
-    job. The arguments are those of the planner's `load`.
-    participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated jobs
-    so far. The planner updates these arrays.
+    job, like the planner's `load`.
+    participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated
+    jobs. The planner updates these arrays.
     """
 
     def __init__(

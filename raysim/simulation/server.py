@@ -498,8 +498,8 @@ def _ranges_of_sums(
 ) -> dict[range, np.ndarray | None]:
     """Map ranges of job positions to the sums of updates that workers made.
 
-    The position of a job is its index among all jobs of the aggregation. A sum is left out if all
-    its jobs failed.
+    A job's position is its index among all jobs of the aggregation. A sum is left out if all its
+    jobs failed.
     sums: the sums, by the numbers of their jobs, which have consecutive positions.
     positions: maps job numbers to positions; failed jobs are missing.
     """
@@ -546,7 +546,7 @@ def make_server(
 
     vector, counters: the initial shared vector and integer buffers, which replicas may share.
     size: the largest number of updates in one aggregation.
-    counts, unseen: as in `Server`. None means the numbers of a run with one replica.
+    counts, unseen: as in `Server`; None in a run with one replica.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(

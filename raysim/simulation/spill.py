@@ -91,9 +91,9 @@ class MappedFile:
     """A file whose arrays are used like arrays in memory, and may be changed in place.
 
     The operating system loads and removes pages. The space of an array is free when the array and
-    all its views are deleted. The file is removed when the process ends in any way.
+    all its views are deleted. The file is removed when the process ends.
 
-    folder: a folder on the disk to use; "" is the system's folder for temporary files.
+    folder: "" is the system's folder for temporary files.
     what: the kind of the arrays, for errors.
     resident: the number of bytes that may be read until `note_read` removes all pages from memory.
     """

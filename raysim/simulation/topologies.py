@@ -493,8 +493,7 @@ def k_means(
     The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). An empty group gets
     the counted point that is farthest from its center.
     points: float [n, features].
-    is_counted: bool [n], True for a point that counts in the centers. At least `groups` must be
-    True.
+    is_counted: bool [n], at least `groups` points that the centers depend on.
     """
     counted = points[is_counted]
     centers = _first_centers(counted, groups, generator)

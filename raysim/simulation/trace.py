@@ -50,11 +50,10 @@ _BUFFER_BYTES = 1 << 18
 class RecordedDevices(NamedTuple):
     """The rows of a trace as arrays; each row is a recorded device.
 
-    bounds: float64, the start and end in seconds of each interval of availability, row after row.
+    bounds: float64, the start and end in seconds of each available interval, row after row.
     first: int64 [rows + 1], the position in `bounds` at which each row begins, and the length of
     `bounds`.
-    period, down, up: float64 [rows], columns of the trace.
-    rate: float64 [rows], the column `rate_name`: "speed" or "flops".
+    period, down, up, rate: float64 [rows]. `rate` is the column `rate_name`: "speed" or "flops".
     """
 
     bounds: np.ndarray
@@ -87,9 +86,9 @@ class Trace(Fleet):
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """Return the devices of the clients, which follow the rows of the trace.
 
-        sample_flops: returns the floating-point operations of the forward and backward pass of one
-        sample, for a trace with the column "flops".
-        Raises ValueError without a valid file, or if these operations cannot be counted.
+        sample_flops: returns the operations of the forward and backward pass of one sample, for a
+        trace with the column "flops".
+        Raises ValueError without a valid file, or if the operations cannot be counted.
         """
         if self.file is None:
             raise ValueError("fleet.file=null names no trace. Set it to a Parquet file.")

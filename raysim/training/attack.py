@@ -81,9 +81,8 @@ class Attack:
 def largest_z(updates: int, attackers: int) -> float:
     """Return ALIE's largest z for an aggregation, at least 0.
 
-    z is the quantile of the standard normal distribution at p = (n - m - s) / (n - m) for n
-    updates, m attackers and s = floor(n / 2 + 1) - m. p is at most 1 - 0.5 / (n - m), so that z is
-    finite.
+    For n updates, m of them from attackers, and s = floor(n / 2 + 1) - m, z is the normal quantile
+    at p = (n - m - s) / (n - m). p is at most 1 - 0.5 / (n - m), so that z is finite.
     """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest

@@ -104,8 +104,7 @@ class BatchPlanner:
 
     selector: the method that selects samples; None takes all samples.
     drop_single: True drops a last batch of one sample if the epoch has further batches.
-    needs_two_rows: True if the model cannot train on one sample. Epochs of fewer than two selected
-    samples are then left out.
+    needs_two_rows: True leaves out epochs of fewer than two selected samples.
     """
 
     def __init__(
@@ -158,8 +157,8 @@ class BatchPlanner:
         """Return the samples that a method selects for each epoch of a job; [] means all samples.
 
         There is an array of ascending positions for each epoch, or with `local.steps` for each of
-        `local.phases` intervals. If the model cannot train on one sample, arrays with fewer than
-        two samples are left out.
+        `local.phases` intervals. With `needs_two_rows`, arrays of fewer than two samples are left
+        out.
 
         Raises ValueError if the method selects samples for some epochs only, or if all arrays are
         left out.

@@ -103,8 +103,8 @@ _waiting: _WaitingProcesses | None = None  # of this process, which has one Ray 
 def keep_processes(name: str) -> Iterator[None]:
     """Let all runs in this context use the same processes, which saves seconds for each run.
 
-    A run gets new processes after a failed run, or if it needs other resources. Inside another
-    `keep_processes`, this one has no effect.
+    A run gets new processes after a failed run, or if it needs other resources. An inner context
+    has no effect.
     name: the beginning of the names of the processes in Ray's dashboard.
     """
     global _waiting

@@ -47,7 +47,7 @@ class Growth:
     per_worker: the resources that a worker reserves.
     most: the largest number of workers of the run.
     start: starts a worker's actor, from the worker's number, its place, and `content`.
-    content: [reference to the data set's file in the object store]; [] if it is not stored yet.
+    content: a list with a reference to the stored data set's file; [] if it is not stored yet.
     """
 
     group: PlacementGroup
