@@ -9,7 +9,7 @@ Shapes are in brackets; [] is a scalar tensor. Letters in shapes are these numbe
 
 The flat vector of a run has `layout.total` floats:
 
-    from 0                to layout.trained   parameters that travel
+    from 0                to layout.trained   parameters that travel between server and clients
     from layout.trained   to layout.shared    buffers that travel, such as BatchNorm statistics
     from layout.shared    to layout.total     parameters and buffers that stay on a client
 """

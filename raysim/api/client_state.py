@@ -27,7 +27,8 @@ class ClientState(Generic[T]):
 
     personal: floats of networks that stay on the client, [layout.personal]: parameters, then
     buffers such as running means.
-    counters: integer buffers that stay on the client, such as counts of batches.
+    counters: int64, one vector of all integer buffers that stay on the client, such as counts of
+    batches.
     methods: the methods' client state by "method.name", such as "scaffold.control". Names of kept
     optimizers' states begin with "local.kept.".
     """

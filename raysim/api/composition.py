@@ -206,9 +206,9 @@ def _names_in(code: CodeType) -> set[str]:
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method in a list has a wrong name or a wrong hook.
 
-    Names must exist and differ. A function must not have the name of a replaced hook of version
-    0.1.0, unless the method's functions use it. Hooks must accept raysim's arguments. Only one
-    method may override `model`.
+    Names must exist and differ. A method's function must not have the name of a replaced hook of
+    version 0.1.0, unless the method's functions use it. Hooks must accept raysim's arguments. At
+    most one method may override `model`.
     """
     for method in methods:
         check_name(method)

@@ -1,7 +1,7 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
-Compressors work on updates ("up") or on the server's step ("down"), which server and clients add in
-its decoded form. BatchNorm statistics and tensors of methods are not compressed.
+A compressor encodes clients' updates ("up"), the server's step ("down"), or both. Server and
+clients add the same decoded step. BatchNorm statistics and tensors of methods are not compressed.
 
 Let v be the vector to send, C(v) the vector that the receiver decodes, and m a memory that starts
 at 0:
@@ -115,9 +115,10 @@ class Compressor(Method):
     def contraction(self, layout: Layout) -> float:
         """Return f, the factor on decoded values under error feedback.
 
-        The proofs of convergence need |f C(v) - v| < |v| for the decoded C(v) of every v except 0.
-        If C(v) has the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega), with
-        which this holds in expectation (EF21, Section 2).
+        The default is 1. The proofs of convergence need |f C(v) - v| < |v| for every v except 0,
+        where C(v) is the decoded vector. If C(v) is random, with the mean v and a variance of at
+        most omega |v|^2, return 1 / (1 + omega). The inequality then holds in expectation (EF21,
+        Section 2).
         """
         return 1.0
 
@@ -129,9 +130,10 @@ class Compressor(Method):
         The docstring of `raysim.api.compression` has the formulas. Decoded vectors are multiplied
         by `contraction`.
         values: the vector to send, [layout.trained]. It may be overwritten.
-        memory: the sender's memory, [layout.trained]; empty means 0. It is not changed.
+        memory: the sender's memory, [layout.trained]; empty means 0. Do not change it.
         key: a random number below 2^63 for `encode`, a new one for each message.
-        kept: the tensor on the CPU for `encode`, from `keep` or `initial`.
+        kept: on the CPU, for `encode`: what `keep` returned after the sender's last message, or
+        `initial` before the first one.
         """
         # A subclass may override this function with a faster one that has the same results. Its own
         # subclasses that override `encode` must then override this function as well.

@@ -95,8 +95,8 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         name: a name of your choice. Calls of a job with the same name return the same copies.
-        values: the vector [layout.total] to load; None means the parameters from which training
-        started.
+        values: the vector [layout.total] to load, always the same for a name. None means the
+        parameters from which training started.
         """
         ...
 
@@ -105,10 +105,13 @@ class WorkerView(Protocol):
 class Batch:
     """A batch as the model receives it, and its original inputs and targets.
 
-    targets: labels [B, ...], or rows of probabilities [B, C].
+    inputs: [B, ...].
+    targets: labels [B, ...], such as int64 [B] for classes, or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: with Mixup, the labels of each row's two samples and the weight of the first; else None.
-    rows: the inputs that methods passed to `add_rows`, by the name of the method, or None.
+    pair: with Mixup, the labels [B, ...] of each row's first and second sample, and the weight []
+    of the first; else None.
+    rows: the inputs that methods passed to `add_rows`, by the name of the method; None if there
+    are none.
     """
 
     # Not frozen: a frozen dataclass takes longer to create, and there is a `Batch` for each batch.
@@ -133,13 +136,14 @@ class Batch:
 class Stage:
     """One optimizer step on a batch, with the loss and the parameters of this step.
 
-    name: stages of different names have different optimizers.
+    name: hooks read it as `job.stage.name`. Stages of different names have different optimizers.
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: returns this stage's loss from a `LocalJob` and `Outputs`. None uses the task loss, to
     which methods add terms.
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
     rate: the factor on the learning rate.
-    modes: networks or modules, with True for train mode and False for eval mode, set in this order.
+    modes: for names of networks or modules, True for train mode and False for eval mode. The modes
+    are set in the order of the mapping.
     """
 
     name: str = "task"
@@ -164,6 +168,7 @@ class Context:
 
     participation: the number of this client's earlier jobs that were dispatched.
     version: the number of the base version.
+    samples: the number of the client's training samples.
     rate: the learning rate of this job; `step_factor` is the factor on it in the current step.
     received: [layout.shared], the received version, to which the update is relative.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
@@ -173,10 +178,13 @@ class Context:
     upload: the tensors that the client sends with its update.
     report: columns of the history; a client does not send them.
     draws: the tensors of `Setup.draw`, one for each step.
+    step: the number of the current batch, from 0.
+    kept: the values in `LocalJob.scratch`.
     start: the client's personal tensors before the first step.
     plan: the batches of this job; set after the hook `begin`.
-    losses: the task loss of each step that has one, without terms of methods; set for the hook
-    `end`.
+    losses: [steps with the task loss], the task losses without terms of methods; set after the last
+    step, for the hook `end`.
+    views: the `LocalJob` of each method, by the name of the method.
     """
 
     trainer: WorkerView

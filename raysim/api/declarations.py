@@ -38,14 +38,19 @@ class Task:
 
     shape: the shape of one input; [channels, height, width] for an image.
     num_classes: the number of classes, or of outputs if labels are not classes.
-    clients: the number of all clients, including those that are never trained.
+    clients: the number of all clients, including unseen ones.
+    dtype: the type of all floats.
+    kind: decides the usual loss and metrics.
     tokens: the number of different tokens for sequences of token numbers; else None.
     scored_by: the main metric; None means the first of `scores`, or the usual one.
     loss: returns a loss for each sample [B] from outputs [B, C] and labels; None means the usual
     one.
     scores: the metrics to compute; () means `scored_by`, or the usual ones.
     lower: the user's metrics for which a lower score is better.
-    label_shape: the shape of one label, such as (height, width) for a class per pixel.
+    unseen: the number of unseen clients.
+    label_shape: the shape of one label: () for a class per sample, (height, width) for a class per
+    pixel.
+    has_unlabelled: True if some samples have no class.
     targets: the arrays of a label that is a dictionary or a list, such as boxes and classes; else
     ().
     """
@@ -182,11 +187,11 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    every: aggregations between two evaluations; the last version is always evaluated.
+    every: aggregations between two evaluations, at least 1; the last version is always evaluated.
     clients: the number of clients that are drawn for each evaluation, or "all".
     common: True also scores client models on the central test set.
     probe: aggregations between two probes; 0 means never.
-    probe_rows: the approximate number of test samples for a probe.
+    probe_rows: the approximate number of samples of the central test set for a probe.
     decompose: aggregations between two loss decompositions (`raysim.methods.loss_decomposition`); 0
     means never.
     decompose_rows: the largest number of a client's training samples for a loss decomposition.
@@ -254,9 +259,10 @@ class Local:
     schedule: a further change of the learning rate; `Local.rate` has the formulas.
     schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
     schedule_rounds: the version at which "cosine" and "linear" end, with `schedule_over="rounds"`.
+    In all other cases it may be None.
     final_lr: the learning rate at the end of "cosine" and "linear".
     drop_every, drop_factor: the versions or steps between two drops of "step", and the factor of a
-    drop.
+    drop. Other schedules allow `drop_every=None`.
     warmup_rounds, warmup_steps: the first versions, and the first steps of each job, in which the
     learning rate grows.
     rates: factors on the learning rate of "head", "body", "adapters", or a module or parameter by
@@ -264,7 +270,8 @@ class Local:
     epochs, steps: passes over the client's samples, or batches of a job; one of them is None.
     sampling: "shuffle" makes passes in a new random order, whose last batch may be smaller.
     "replacement" draws every batch at random, with replacement.
-    phases: the number of parts of a job's `steps`, for methods that select samples for each epoch.
+    phases: with `steps`, the number of parts of a job. Methods that select samples for each epoch
+    then select samples for each part.
     keep_optimizer: True keeps a client's optimizer state for the client's next job.
     """
 
@@ -370,7 +377,7 @@ class Local:
 
         After T, cosine and linear give final_lr. The result is multiplied by lr_decay^version and,
         if version < W, by (version + 1) / (W + 1). With `schedule_over="steps"`, "constant" is used
-        here.
+        here, and `step_factors` has the schedule.
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":

@@ -71,7 +71,7 @@ class Declarations:
 
         Return None without such a method. Use `hooks_of` for hooks that several methods may
         override.
-        hook: such as "loss".
+        hook: the name of the hook, such as "loss".
         """
         return next(iter(self.hooks_of(hook)), None)
 

@@ -25,7 +25,8 @@ class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
     Names are short: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control". An
-    undeclared name in `state` or `upload` raises HookError.
+    undeclared name in `state` or `upload` raises HookError. `job.params` has all parameters in one
+    flat vector; the hook `gradient` gets positions in this vector as a slice `at`.
 
     state: the client state (`Setup.client_state`). Assign new values; never change tensors in
     place.
@@ -34,7 +35,8 @@ class LocalJob:
     `end`.
     report: numbers for the history, which are not sent: `job.report["gap"] = 0.1` adds the column
     "METHOD.gap" with the method's name.
-    scratch: values until the end of this job. Values that hooks of a batch read must be tensors.
+    scratch: values that the method needs until the end of this job. Values that hooks of a batch
+    read must be tensors.
     """
 
     __slots__ = ("context", "method", "received", "report", "scratch", "state", "upload")
@@ -102,7 +104,7 @@ class LocalJob:
         """The task loss [n] of the n steps that have one, without the terms of methods.
 
         It is available in the hook `end`. With a function from `Setup.train`, it is the loss that
-        this function returned, or empty.
+        this function returned, and empty if that loss is unknown.
         """
         return self.context.losses
 
@@ -308,7 +310,8 @@ class PersonalModel:
 
     state: the method's client state after the client's last aggregated job, or the initial state.
     received: the tensors of `Setup.send_to_client`.
-    data: a function that yields batches (inputs, labels) of the client's training samples.
+    data: a function without arguments that yields batches (inputs, labels) of the client's training
+    samples.
     trained: True if an aggregation had a job of the client, even a failed one. It is always False
     in a run without client states, personal parameters and kept optimizers.
     """

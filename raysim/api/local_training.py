@@ -16,7 +16,8 @@ class LocalResult:
     `samples` and `steps` are only recorded; they do not change virtual time.
 
     loss: the mean training loss over the samples; nan if it is unknown.
-    samples, steps: samples in all epochs, and optimizer steps; None means those of `local.*`.
+    samples, steps: the number of trained samples, counted in each epoch, and of optimizer steps;
+    None means the numbers that follow from `local.*`.
     metrics: numbers for the history, by name.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.

@@ -59,7 +59,7 @@ class PublishedVersion:
     counters: int64 [layout.shared_counters], shared buffers of integers.
     extras: the methods' tensors for all clients, by "method.name".
     mark: "" if clients train from this vector; else such as "scored 0".
-    number: the position among the versions of all replicas.
+    number: the position, from 0, in the list of all published versions of all replicas.
     """
 
     version: int
@@ -90,15 +90,19 @@ class Job(NamedTuple):
     number: the position in the run's order of dispatch.
     participation: the number of this client's earlier jobs that were dispatched.
     version: the number of the base version.
-    state: the job in whose final client state this job starts; -1 means the initial state.
+    state: the number of the job whose final client state this job starts from; -1 means the initial
+    state.
     weight: the weight of the update, not normalised.
     extras: the tensors for this client only, by "method.name".
     pool: the pool from which the client was drawn; -1 means all clients.
-    start, finish: the virtual seconds of the dispatch, and of the arrival or the loss.
+    start, finish: the virtual second of the dispatch, and that of the update's arrival or the job's
+    loss.
+    arrives: False if the job is lost.
     work: the training work in samples; a forward pass alone counts 1/3.
     down, up: the floats that the client receives and sends.
     base: `PublishedVersion.number` of the base version.
-    bases: this number of each replica's newest version, if the client chooses its replica; else ().
+    bases: `PublishedVersion.number` of each replica's newest version, if the client chooses a
+    replica; else ().
     """
 
     number: int
@@ -212,7 +216,7 @@ class Failure:
 
     job: `Job.number`.
     version: the base version.
-    worker: "server" if the update failed after a simulated attack.
+    worker: the worker's name; "server" if the update failed after a simulated attack.
     method: the method whose hook raised the error or whose tensor is not finite; "" for other
     errors.
     traceback: "" if there is none.
@@ -253,9 +257,11 @@ class ScoringTask:
 
     client: -1 means the shared model.
     rows: int64 [n], the positions of the samples in the data set.
-    state: the job whose final client state is used; -1 means the initial state.
+    state: the number of the job whose final client state is used; -1 means the initial state.
     extras: the methods' tensors for this client only, by "method.name".
     personalised: False does not call the hook `personalise`.
+    finetune: None means no fine-tuning.
+    name: the name of the set of samples, such as "central".
     """
 
     client: int

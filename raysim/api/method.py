@@ -1,6 +1,6 @@
 """The hooks of a method: the moments of a run in which it may act.
 
-raysim calls them in this order:
+A method overrides the hooks that it needs. raysim calls the hooks in this order:
 
 - before the run: `settings`, `model`, `setup`
 - when a job is dispatched: `cost`
@@ -135,8 +135,8 @@ class Method:
 
         params: the parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.
-        gradient_at: returns the gradient [m] at params + shift, on the same batch and with the same
-        random numbers. Sharpness-aware minimisation:
+        gradient_at: a function of a shift [m]. It returns the gradient [m] at params + shift, on
+        the same batch and with the same random numbers. Sharpness-aware minimisation:
 
             return gradient_at(rho * grad / grad.norm())
         """

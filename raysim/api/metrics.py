@@ -81,7 +81,8 @@ class ScoredTask(Protocol):
 class Metric:
     """A metric that a user defines by a function.
 
-    function: returns a score for each sample [n], or one number, from outputs [n, C] and labels.
+    function: returns a score for each sample [n], or one number, from outputs [n, C] and the same
+    labels as the loss.
     name: None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
     per: "sample" for a score for each sample, whose mean is the metric. "set" for one number from

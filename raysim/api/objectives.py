@@ -37,7 +37,8 @@ class MetricRule:
 
     rows: returns a value or an array for each sample, [B, ...], from outputs [B, C] and labels.
     None keeps the outputs and labels.
-    summarise: returns the score of a set from an entry of `rows` for each sample.
+    summarise: returns the score of a set from what `rows` returns, or from the outputs and labels,
+    with an entry for each sample.
     higher: True if a higher score is better.
     """
 

@@ -28,7 +28,8 @@ class ClientFacts:
     accepted: the number of jobs aggregated so far.
     loss, norm: the mean training loss of the last aggregated job, and the Euclidean norm of its
     update; nan if the rule does not name them in `reports`.
-    seconds, last_finish: the virtual duration and end of the last finished job that was not lost.
+    seconds, last_finish: the virtual seconds from dispatch to finish of the last finished job, and
+    the virtual second of its finish. Lost jobs do not count.
     staleness: the staleness of the last aggregated job.
     """
 

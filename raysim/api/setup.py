@@ -67,6 +67,7 @@ class Send:
 
     value: returns the tensor, or None to send nothing now. Its arguments are the client, if `to` is
     "client", and the server. Without a function, the server state `name` is sent.
+    floats: the size, a number or a function of the layout.
     to: "all" sends it with each version, "once" with a client's first job, "client" sends each
     client a tensor of its own.
     when: returns True if traffic and virtual time count the tensor for a job.
@@ -207,13 +208,13 @@ class Setup:
 
     It also has facts about the run:
 
+    - rounds: the number of aggregations.
     - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
     - methods: all methods of the list, with the hooks that each overrides.
     - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if an update may start from an earlier version than the current one.
-    - devices: `devices.kinds` has the position of each client's kind of device in `devices.names`.
-      None without a fleet, as in tests.
+    - devices: the kind of each client's device, such as "phone"; None without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 
@@ -383,8 +384,8 @@ class Setup:
         """Keep a value for each client between jobs, which hooks see as `job.state[name]`.
 
         initial(samples) returns the first value, from the number of training samples. A value is a
-        tensor, a number, bytes, or a dictionary of these, of any shape and keys. It is kept only if
-        the job is aggregated.
+        tensor of any shape, a number, bytes, or a dictionary of these. Shapes and keys may change.
+        A new value is kept only if the job is aggregated.
 
             run.client_state("losses", torch.zeros)  # a loss for each sample
         """
@@ -442,8 +443,8 @@ class Setup:
         again when it continues a run; the value must be the same.
         when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
         other jobs must not use it.
-        varies: True allows other sizes than `floats` after version 0, without `once` and `when`;
-        planning then waits for the real size.
+        varies: True allows other sizes than `floats` after version 0. Planning then waits for the
+        real size. It cannot be used with `once` or `when`.
         """
         if varies and (once or when is not always):
             raise ValueError(
@@ -498,9 +499,9 @@ class Setup:
         `aggregation.uploads(name)`.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        planned: estimates the size for virtual time, if it changes after version 0. It gets the
-        floats that the client receives of this method's tensors with `varies=True`. Traffic counts
-        the real size.
+        planned: returns an estimate of the size after version 0, in floats, for virtual time. The
+        argument counts the floats that the client receives of this method's tensors with
+        `varies=True`. None means that the size is always `floats`. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:

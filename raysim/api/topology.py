@@ -72,9 +72,10 @@ class Federation:
 
     counts: int64 [clients], the number of training samples of each client.
     weighting: "samples" or "uniform", before methods change the weights.
+    floats: the number of floats of a replica.
     label_counts: returns each client's samples of each class, [clients, classes], or None without
     classes.
-    regions: returns each client's region [clients], or None without regions.
+    regions: returns the number of each client's region [clients], or None without regions.
     """
 
     seed: int
@@ -103,11 +104,11 @@ class ClusterView:
 
     members: int64 [m], the replica's clients with training samples, ascending.
     clients: int64 [n], the members with an update in the aggregation.
-    deltas: the updates of `clients`, float32 [layout.trained] each.
+    deltas: the updates of `clients`, in the same order, float32 [layout.trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
-    free: the replicas without clients.
+    free: the replicas without clients, ascending.
     state: the rule's arrays, which it may change in place; checkpoints contain them.
-    report: columns for the aggregation's row of the history.
+    report: numbers that the rule adds to the aggregation's row of the history, by column.
     """
 
     replica: int
@@ -138,8 +139,8 @@ class ClusterRule:
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
         """Choose clients of the replica `view.replica` that move to replicas without clients.
 
-        Return a dictionary from replicas in `view.free` to the clients that they serve from now on.
-        At least one client must stay. A replica that gets clients starts as a copy of
+        Return a dictionary from replicas in `view.free` to the clients that they serve from now on,
+        or {}. At least one client must stay. A replica that gets clients starts as a copy of
         `view.replica`. raysim calls this function after an aggregation for each replica with
         updates in it.
         """
@@ -164,8 +165,8 @@ class Network:
     together send.
 
     own_schedules: True gives each replica a schedule of its own.
-    on_clients: True if clients store their replicas, so that jobs do not send the model. Without
-    `pairwise`, only replicas with an update take part in an exchange.
+    on_clients: True if clients store their replicas, so that jobs do not send or receive the model.
+    Without `pairwise`, only replicas with an update take part in an exchange.
     client_floats: [clients], the floats that each client sends to other clients, and receives, in
     an exchange; None unless `on_clients` is True.
     pairwise: True if each replica with updates draws a neighbour (by `seed`), and both become the
@@ -173,9 +174,14 @@ class Network:
     mixes_first: True if an exchange comes before the updates of the aggregation.
 
     chosen_by_loss: True if each job receives all replicas and trains the one with the smallest loss
-    on the client. All replicas except number 0 then start from new random parameters.
+    on the client's training samples. All replicas except number 0 then start from new random
+    parameters.
     clusters: the rule that moves clients between replicas by their updates. With it or
     `chosen_by_loss`, `replica_of` holds only at the start, and a replica may have no clients.
+
+    warnings: texts for the user.
+    name: the word for a replica in texts for the user, such as "edge".
+    summary: the text about the exchanges in the plan of a run.
     """
 
     replica_of: np.ndarray
@@ -308,8 +314,9 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return the mixing matrix of an exchange in sparse form.
 
-    weights: an array [replicas, replicas], or a dictionary from replicas to weights for each row.
-    Row r has the weights of the mean that becomes replica r's next vector.
+    weights: an array [replicas, replicas], or a dictionary from replicas to weights for each row,
+    where missing replicas have the weight 0. Row r has the weights of the mean that becomes replica
+    r's next vector.
     key: the name of the setting, for errors.
     Raises ValueError if a weight is negative or not finite, or belongs to no replica, or if the
     weights of a row do not sum to 1.
@@ -380,8 +387,9 @@ def components(mixing: Mixing) -> list[list[int]]:
 def connection_warnings(
     mixing: Mixing, key: str, replicas: Set[int] | None = None
 ) -> tuple[str, ...]:
-    """Return a warning that lists the groups of replicas that never exchange, or ().
+    """Return a warning if exchanges do not connect all replicas; else ().
 
+    The warning lists the groups of replicas that exchanges connect.
     key: the configuration key that connects the replicas.
     replicas: only groups with at least one of these replicas count; None means all groups.
     """

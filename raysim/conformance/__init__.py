@@ -8,8 +8,8 @@
         check()
 
 `checks` takes a method, a learner, a model, a source, a partition, a schedule, a selection, a
-topology, a fleet, a compressor or an observer. A check makes a few tiny runs in this process. It
-raises an error if the part fails.
+topology, a fleet, a compressor or an observer. Most checks make a few tiny runs in this
+process. If the part fails, a check raises AssertionError, or the error that stopped a run.
 """
 
 from __future__ import annotations

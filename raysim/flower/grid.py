@@ -38,6 +38,7 @@ _CALLS_AHEAD = 2  # of each worker, so that it has work while this process reads
 class MessageRecord:
     """A row of the table of messages: one message to a client, and what became of it.
 
+    message: the id of the message.
     type: Flower's message type, such as "train" or "evaluate".
     group: the ServerApp's group id, such as the number of a round.
     dispatched: the virtual time of sending, in seconds.
@@ -102,9 +103,11 @@ class VirtualGrid(SimpleGrid):
 
     The fleet decides when replies arrive. A call that waits for replies advances the clock.
     `timeout`, and the `ttl` of a message, are virtual seconds.
-    replies: those of an earlier, killed process of this run, to which new ones are added; or None.
+    replies: the file with the replies from an earlier, killed process of this run, to which new
+    replies are added. None reads and stores no replies.
     on_message: function that gets a `MessageRecord` of each message that is answered, lost or
     failed.
+    fatal_error: the error after which the run cannot continue; None if there is none.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ def instruction(
     """Return a message from the server to a client.
 
     message_type: Flower's type, such as "train" or "evaluate".
-    group_id: the app's name for a group of messages, such as the number of the round.
+    group_id: the app's name for a group of messages, such as the number of the round; "" for none.
     created_at: the virtual time of sending, in seconds.
     ttl: the virtual seconds after which the message expires.
     """

@@ -55,7 +55,7 @@ def start_simulation(
     The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`. Clients
     have the cids "0" to "N-1", as in Flower before version 1.9.
     client_fn: function that makes a client.
-    num_clients: the number N.
+    num_clients: the number N of clients.
     clients_ids: must be None.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
     server: None makes one from `strategy` and `client_manager`, which otherwise have no effect.

@@ -56,7 +56,7 @@ class Request:
     message_type: Flower's type, such as "train" or "evaluate".
     message_id: unique in the run.
     state: the packed records that the client keeps; b"" for none.
-    group_id: the app's name for a group of messages, such as the number of the round.
+    group_id: the app's name for a group of messages, such as the number of the round; "" for none.
     created_at: the virtual time of sending, in seconds.
     ttl: the virtual seconds after which the message expires.
     """

@@ -3,15 +3,15 @@
 A client trains scikit-learn's `MiniBatchKMeans` from the received centers. The server weights each
 center by the client's number of samples in the cluster. With `epochs=0` a client sends the means of
 its samples in each received cluster. With weighting=samples, a round is then one step of Lloyd's
-algorithm on all samples of its clients.
+algorithm on all samples of the round's clients.
 
 Source: Sculley, "Web-scale k-means clustering" (WWW 2010), and Lloyd, "Least squares quantization
 in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
 - If a method changes the weight of an update, the counts of its client change by the same factor.
-- A batch has at least as many samples as there are clusters. A client with fewer samples makes a
-  step of Lloyd's algorithm.
+- A smaller `local.batch` than the number of clusters is raised to this number. A client with fewer
+  samples than clusters makes a step of Lloyd's algorithm.
 - The initial centers are drawn from a normal distribution.
 """
 
@@ -68,8 +68,9 @@ class SklearnKMeans(Learner):
         """Return a client's new centers and counts, and the number of processed samples.
 
         A count is the number of the client's samples in a cluster.
-        parameters: the received centers and counts. The counts are not used.
-        labels: are not used.
+        parameters: the received centers and counts, as bytes. The counts are not used.
+        inputs: the client's samples, [n, ...].
+        labels: the client's labels, which are not used.
         """
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)

@@ -52,9 +52,9 @@ class Mlp(ModelRecipe):
 class Cnn(ModelRecipe):
     """A recipe for the CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    pool: the height and width of the windows of the max-pools.
-    padding: the padding of the convolutions.
-    stride: the stride of the max-pools.
+    pool: the height and width of the windows of the max-pools, in pixels.
+    padding: the padding of the convolutions, in pixels at each side.
+    stride: the stride of the max-pools, in pixels.
 
     With the default settings, max-pools have a padding of 1 and halve height and width. Otherwise
     they have no padding.

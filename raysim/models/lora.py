@@ -37,8 +37,8 @@ class Lora:
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
     layer in front of the head, or every convolution if there is no linear layer. None leaves out
     layers narrower than the rank, the output layer of a language model, and grouped convolutions.
-    base: the storage type of frozen weights. "nf4" stores 4 bits for each number; embeddings are
-    then bfloat16.
+    base: the storage type of frozen weights; the computation is in the type of the run. "nf4"
+    stores 4 bits for each number; embeddings are then bfloat16.
     """
 
     rank: int = 0

@@ -12,7 +12,8 @@ class MaxPool2d(nn.MaxPool2d):
 
     Its results are equal to those of `nn.MaxPool2d`. Without gradients on a CPU, it is faster.
 
-    stride: None means `size`.
+    size: the height and width of a window, in pixels.
+    stride: the distance between the starts of two windows, in pixels; None means `size`.
     padding: the number of pixels of minus infinity at each side of the image.
     """
 

@@ -1,10 +1,10 @@
 """Store the frozen weights of a network in bfloat16 or in 4 bits, to save memory.
 
-Each pass through a layer converts its weight, so only one converted weight exists at a time.
+A layer converts its weight in each pass, so only one converted weight exists at a time.
 
 The 4-bit type is NF4 of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIPS
-2023). An entry is one of 16 levels, quantiles of the normal distribution, times the largest
-absolute value of 64 entries.
+2023). A block of 64 entries has a scale, the largest absolute value. An entry is the scale times
+one of 16 levels, which are quantiles of the normal distribution.
 
 Departures from the paper
 - Scales are stored in float32, not in 8 bits (double quantization).

@@ -24,7 +24,7 @@ class UNet(ModelRecipe):
     Labels are classes per pixel. The paper has width 64, 4 levels and no norm.
 
     width: the channels of the first level; each level below has twice as many.
-    levels: height and width must be divisible by 2 ** levels.
+    levels: how often the image is halved; height and width must be divisible by 2 ** levels.
     norm: the normalisation after each 3x3 convolution; "group" has up to 8 groups.
     """
 
