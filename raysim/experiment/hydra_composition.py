@@ -38,10 +38,8 @@ _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 class ConfigFiles(ConfigSource):
     """A Hydra config source that reads configuration files from several folders.
 
-    If two folders have a file of the same name, Hydra gets the file of the later folder.
-
-    roots: the folders, set only while raysim composes a configuration; otherwise empty. The first
-    folder has `config.yaml`.
+    If two folders have a file of the same name, the later folder's file counts.
+    roots: the folders, set only while raysim composes a configuration; otherwise empty.
     """
 
     # Hydra's own class for files parses each file again for each composition. Without the parsing,
@@ -141,7 +139,6 @@ class Composition(NamedTuple):
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
     """Compose a configuration from the files of the chosen options.
 
-    A preset may set values for options that the run does not use; these values are removed.
     The result is cached: copy it before you change it.
     options: the names of the options that the user chose, by group.
     groups: all options and their files.
@@ -261,10 +258,8 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
     """Return the methods and observers that a preset chooses, and all groups that it mentions.
 
-    The first result maps "method" or "observer" to the names of the chosen options. A preset
-    mentions a group if it chooses an option of the group or sets values in it.
-    preset: the name of an option of the group `experiment`.
-    groups: all options and their files.
+    The first result maps "method" or "observer" to the names of the chosen options.
+    A preset mentions a group if it chooses an option of the group or sets values in it.
     """
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()
@@ -353,8 +348,6 @@ def _check_preset_options(config: DictConfig, group: str, groups: Groups, preset
 
     config: the configuration with the values of the preset.
     group: "method" or "observer".
-    groups: all options and their files.
-    preset: the name of the preset, for the error.
     """
     files = groups.files[group]
     for name in config[group]:

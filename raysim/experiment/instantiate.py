@@ -1,8 +1,7 @@
 """Make an object from a configuration node: check its keys and convert its values.
 
-A node is a dictionary; its key `_target_` names a class. The other keys are checked against the
-constructor's signature, and their values against its type annotations. Only code whose name starts
-with an allowed prefix is imported.
+A node is a dictionary; its key `_target_` names a class. The constructor's signature and type
+annotations decide which keys and values are valid. Only allowed packages are imported.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _TYPE_NAMES = {
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     """Return the class that a `_target_` names.
 
-    target: the name of the class with its module, such as "raysim.methods.fedprox.FedProx".
-    path: the key of the configuration node that has the name, for errors.
+    target: the class with its module, such as "raysim.methods.fedprox.FedProx".
+    path: the configuration key that has the target, for errors.
     allow: the packages besides raysim from which classes may be imported.
     Raise `RefusedError` if the target is not a class or may not be imported.
     """
@@ -95,8 +94,7 @@ def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T
 
     node: the arguments by name. The entry `_target_` is ignored.
     path: the key of `node` in the configuration, for errors.
-
-    Raise `RefusedError`, with the key, for a wrong value.
+    Raise `RefusedError` for a wrong value.
     """
     values = arguments(cls, node, path)
     try:
@@ -110,10 +108,10 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the checked arguments that a configuration node gives to a class.
 
-    node: the arguments by name; `_target_` is not an argument.
+    node: the arguments by name, and possibly `_target_`.
     path: the key of `node` in the configuration, for errors.
-    later: names of arguments that the caller adds later; `node` need not have them.
-    Raise `RefusedError`, with the key, for unknown, missing and wrong arguments.
+    later: names of arguments that `node` need not have.
+    Raise `RefusedError` for unknown, missing and wrong arguments.
     """
     hints = _type_hints(cls)
     signature = inspect.signature(cls).parameters
@@ -191,11 +189,10 @@ def _add_path(message: str, path: str) -> str:
 def convert(value: Any, kind: Any, path: str) -> Any:
     """Convert a value of the configuration to a type, such as an integer to a float.
 
-    If the type is a dataclass, a dictionary becomes an object of this class.
-
-    kind: the type, as an annotation such as `float` or `list[int]`.
+    A dictionary becomes an object if `kind` is a dataclass.
+    kind: a type annotation, such as `float` or `list[int]`.
     path: the key of the value, for errors.
-    Raise `RefusedError`, with the key and the allowed values, for a value that does not fit.
+    Raise `RefusedError` for a value that does not fit the type.
     """
     origin = get_origin(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):

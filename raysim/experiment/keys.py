@@ -77,14 +77,10 @@ def _unknown_key(
 ) -> str:
     """Return the error text for a key that does not exist.
 
-    If the key is local.optimizer.rate and local.optimizer exists, `path` is ["local", "optimizer"]
-    and `part` is "rate".
-    config: the run's configuration.
-    node: the value at `path`: a dictionary, a list, or a single value.
-    path: the parts of the key that exist.
-    part: the first part that does not exist.
-    key: the whole key.
-    groups: all options.
+    node: the value at `path`.
+    path: the parts of the key that exist, such as ["local", "optimizer"].
+    part: the first part that does not exist, such as "rate".
+    key: the whole key, such as "local.optimizer.rate".
     """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
@@ -121,12 +117,9 @@ def _unknown_key(
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
     """Return the error text for a key of a method or an observer that the run does not have.
 
-    For example, method.fedprox.mu does not exist in a run without fedprox.
-    config: the run's configuration.
     group: "method" or "observer".
     part: the second part of the key, such as "fedprox".
-    key: the whole key.
-    groups: all options.
+    key: the whole key, such as "method.fedprox.mu".
     """
     options = groups.files[group]
     if part == NONE.get(group):
@@ -214,9 +207,9 @@ def _value_before(config: DictConfig, key: str) -> Any:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set a key to null if the user set its alternative but not the key.
+    """Set a key to null if the user set only the key's alternative.
 
-    For example, if the user sets only local.epochs, local.steps becomes null.
+    For example, local.steps becomes null if the user sets only local.epochs.
     config: the configuration, which changes in place.
     values: the values that the user set, by key.
     """

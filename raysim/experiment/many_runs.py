@@ -1,7 +1,6 @@
 """Name, create and check the folder of a study or a sweep, and read the scores of its runs.
 
-`run_folder.py` does the same for the folder of a single run. This module imports no torch, so that
-a wrong override is refused at once.
+This module imports no torch, so that a wrong override is refused at once.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def _numbered_paths(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
-    """Create and lock a folder for a `with` block; remove it at the end if it is still empty.
+    """Create and lock a folder for a `with` block; remove the folder at the end if it is empty.
 
-    dated: True if `dated_folder` chose the name; then a number is added if the folder exists.
-    Raise `RefusedError` if the folder exists and `dated` is False.
+    dated: True if `dated_folder` chose the name.
+    If the folder exists, add a number to a dated name, and raise `RefusedError` for any other name.
     """
     with ExitStack() as cleanup:
         path = _create_folder(folder, dated, cleanup)
@@ -70,11 +69,9 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
 def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
     """Create a folder and its parents; return the path of the new folder.
 
-    folder: the folder to create.
-    dated: True if the folder's name has a date. If the folder exists, True adds a number to the
-    name, and False raises `RefusedError`.
-    cleanup: the exit stack that removes the created folders, if they are still empty, when the
-    stack is closed.
+    dated: what to do if the folder exists. True adds a number to the name; False raises
+    `RefusedError`.
+    cleanup: the exit stack that later removes those created folders that are still empty.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():
@@ -174,8 +171,8 @@ def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
     """Return the error for resume=latest in a folder that holds no study or sweep.
 
     command: "study" or "sweep".
-    folder: the folder, which is the value of out=.
-    file: the name of the file that is missing in the folder, such as "study.yaml".
+    folder: the value of out=.
+    file: the name of the missing file, such as "study.yaml".
     """
     return RefusedError(
         f"out={folder} is not the folder of a {command}, it has no {file}: "
@@ -212,9 +209,7 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
     """Return the last value of a metric, and its standard deviation over the seeds.
 
     Both are None if no row has a value. The deviation is None for a single run.
-    rows: a row for each round: the history of one run, or the means over several seeds that
-    `mean_row` returns.
-    metric: the name of the column.
+    rows: the history of one run, or the rows that `mean_row` returns for several seeds.
     """
     row = last_measured(rows, metric)
     if row is None:

@@ -39,9 +39,8 @@ class MethodSource:
 def read_method(target: str) -> MethodSource | None:
     """Read docstrings, paper and hooks of a method's class from its file, without importing it.
 
-    Return None for a class that must be imported instead. Such a class is outside raysim, or one of
-    its base classes besides `Method` is in another file.
-    target: the name of the class with its module, such as "raysim.methods.fedprox.FedProx".
+    target: the class with its module, such as "raysim.methods.fedprox.FedProx".
+    Return None if the class is outside raysim, or if a base class besides `Method` is in another file.
     """
     module, _, name = target.rpartition(".")
     path = _source_file(module)
@@ -66,12 +65,11 @@ def read_method(target: str) -> MethodSource | None:
 
 
 def read_module(module: str, constant: str) -> tuple[str, str]:
-    """Return the docstring of a module of raysim, and the text in one of its variables.
+    """Return the docstring of a module of raysim, and the text that one of its variables holds.
 
-    The module's file is read, and the module is not imported. The file must assign the text to the
-    variable as a literal.
-    module: the full name of the module, such as "raysim.methods.fedavg".
-    constant: the name of the variable, such as "PAPER".
+    The module is not imported. Its file must assign the text to the variable as a literal.
+    module: the full name, such as "raysim.methods.fedavg".
+    constant: the name of the variable.
     """
     path = _source_file(module)
     assert path is not None, module

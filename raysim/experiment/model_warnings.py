@@ -31,10 +31,9 @@ def weight_warnings(model: nn.Module) -> list[str]:
 
 
 def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
-    """Return a list with a warning if a user's classifier ends in a softmax.
+    """Return a list with one warning if a user's classifier ends in a softmax, else an empty list.
 
-    The usual loss, cross-entropy, takes logits and applies a softmax itself.
-    spec: the run's settings, task and loss.
+    The default loss, cross-entropy, applies a softmax itself.
     model: the network, which is run on a batch of example inputs.
     """
     task = spec.task

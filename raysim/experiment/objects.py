@@ -1,8 +1,8 @@
 """Use Python objects as parts of a run, and describe them in the run's configuration.
 
-If the class of an object can be imported and its arguments are plain values, the configuration
-stores both. For any other object, such as a lambda or a class of a notebook, it stores only a
-description. To continue or repeat such a run, the user must give the object again.
+The configuration stores the class and arguments of an object if the class can be imported and
+the arguments are plain values. Any other object is only described. To continue or repeat such a
+run, the user must give the object again.
 """
 
 from __future__ import annotations
@@ -58,21 +58,18 @@ PARTS = {
 class UserObjects:
     """The Python objects that a user gives for a run, such as a model or a method.
 
-    Both dictionaries have the same keys, called places. The place of an object is a key of the
-    configuration: its group, such as "model", or "method.NAME" for a method.
-    parts: the objects, by place.
-    nodes: the entries of config.yaml that describe the objects, by place: class and arguments.
+    Both dictionaries have the same keys, called places. A place is a group, such as "model", or
+    "method.NAME".
+    nodes: the entries of config.yaml that describe the objects.
     """
 
     parts: Mapping[str, object] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Copy a configuration, add the descriptions of these objects to the copy, and return it.
+        """Return a copy of a configuration with the descriptions of these objects.
 
-        A method is added after the methods in `config`. Any other object replaces the option of its
-        group.
-        config: the configuration, which does not change.
+        A method is added after the methods in `config`. Any other object replaces the option of its group.
         """
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
@@ -238,10 +235,9 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
 def _needs_wrapper(place: str, part: object) -> bool:
     """Return True if raysim must wrap an object that the user gave.
 
-    raysim wraps three types of objects: arrays and tables of data; lists of each client's rows; and
-    a PyTorch module, its class, or a function that makes it.
-    place: the group for which the user gave the object, such as "data".
-    part: the object.
+    This holds for data in arrays or tables, for lists of each client's rows, and for a PyTorch
+    module, its class, or a function that makes it.
+    place: the group of the object, such as "data".
     """
     if place == "data":
         return not hasattr(part, PARTS["data"])
@@ -251,10 +247,9 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return True if an object is a PyTorch module, a class of modules, or a function.
+    """Return True if an object is a PyTorch module, a class of modules, or any function.
 
-    Any function counts, because it may return a module. A `functools.partial` of a class of modules
-    or of a function counts, too, unless it has positional arguments.
+    A `functools.partial` of such a class or function counts, too, if it has no positional arguments.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -380,8 +375,7 @@ def has_objects(config: Mapping[str, Any]) -> bool:
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
     """Raise `RefusedError` if a run's configuration describes an object that no file can store.
 
-    The error tells the user to pass the object to raysim again.
-    node: an entry of the configuration, such as the entry of the model.
+    node: an entry of the configuration.
     place: the key of this entry, such as "model" or "method.fedprox", for the error.
     """
     if OBJECT in node:
@@ -431,9 +425,8 @@ def object_node(part: object) -> Node:
 def _network_node(part: CustomModel) -> Node:
     """Return the configuration node of a user's network.
 
-    The node has the class or function that makes the network, with the arguments. If a file cannot
-    store these, the node only describes the network.
-    part: the network with its settings.
+    The node names the class or function that makes the network, with the arguments. If a file cannot
+    store them, the node only describes the network.
     """
     source = part.source
     is_maker = inspect.isfunction(source) or isinstance(source, type)
