@@ -69,7 +69,8 @@ class UserObjects:
     def into(self, config: Node) -> Node:
         """Return a copy of a configuration with the descriptions of these objects.
 
-        A method is added after the methods in `config`. Any other object replaces the option of its group.
+        A method is added after the methods in `config`. Any other object replaces the option of its
+        group.
         """
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
@@ -249,7 +250,8 @@ def _needs_wrapper(place: str, part: object) -> bool:
 def _makes_module(part: object) -> bool:
     """Return True if an object is a PyTorch module, a class of modules, or any function.
 
-    A `functools.partial` of such a class or function counts, too, if it has no positional arguments.
+    A `functools.partial` of such a class or function counts, too, if it has no positional
+    arguments.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -425,8 +427,8 @@ def object_node(part: object) -> Node:
 def _network_node(part: CustomModel) -> Node:
     """Return the configuration node of a user's network.
 
-    The node names the class or function that makes the network, with the arguments. If a file cannot
-    store them, the node only describes the network.
+    The node names the class or function that makes the network, with the arguments. If a file
+    cannot store them, the node only describes the network.
     """
     source = part.source
     is_maker = inspect.isfunction(source) or isinstance(source, type)

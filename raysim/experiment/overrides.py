@@ -1,8 +1,7 @@
 """Read one override, `key=value`, with Hydra's parser.
 
-Outside quotes, Hydra accepts only ASCII letters, digits and a few signs. All other characters are
-replaced by letters before Hydra reads the text, and restored afterwards. Therefore users need no
-quotes for a path such as `/home/ü/x`.
+Outside quotes, Hydra accepts only ASCII letters, digits and a few signs. This module also accepts
+all other characters, so a path such as `/home/ü/x` needs no quotes.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ def _check_text(text: str) -> None:
     """Raise `RefusedError` if an override has one of three mistakes.
 
     The mistakes are: text that is not UTF-8, a value that is a function call of Ray Tune, and
-    several overrides in one text ("a=1 b=2"). Hydra's error messages do not explain them.
-    text: an override, which is one argument of the command line.
+    several overrides in one text ("a=1 b=2").
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
@@ -204,8 +202,8 @@ class _Letters:
     def restore(self, value: Any) -> Any:
         """Restore the characters that `hide` replaced before Hydra read the override.
 
-        value: the value that Hydra read: a text, or a list or dictionary that may contain texts. A
-        quoted text loses its quotes. Any other value, such as a number, is returned unchanged.
+        value: the value that Hydra read. Texts in a list or dictionary are restored, too.
+        A quoted text loses its quotes.
         """
         if isinstance(value, str):
             return self._hidden.sub(lambda hidden: chr(int(hidden[1], 16)), value)

@@ -42,11 +42,11 @@ def build_part(
 ) -> Any:
     """Return the part of a group, such as "fleet".
 
-    The part is the user's object if there is one. Otherwise it is made from the configuration.
+    The part is the user's object if there is one. Otherwise the configuration decides.
     config: the run's configuration.
-    allow: the packages besides raysim whose classes the configuration may name (`--allow`).
+    allow: the packages besides raysim whose classes the configuration may name.
     objects: the user's objects, by group.
-    Raise `RefusedError` if the configuration names no class, or a class of another group.
+    Raise `RefusedError` if the configuration names no class of the group.
     """
     if group in objects:
         return objects[group]
@@ -93,12 +93,11 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 
 
 def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
-    """Return the function that `_target_` names; None if `_target_` does not name a function.
+    """Return the loss function that `_target_` names; None if `_target_` names no function.
 
-    The function is the loss that a user wrote.
-    node: the entry of the group `loss` in the configuration. Its keys besides `_target_` are the
+    node: the entry of the group `loss` in the configuration. The keys besides `_target_` are the
     function's arguments after outputs and labels.
-    allow: the packages besides raysim whose functions the configuration may name.
+    allow: the packages besides raysim whose functions may be named.
     """
     function = import_target(node[TARGET], "loss", allow)
     if not inspect.isfunction(function):
@@ -224,8 +223,7 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     """Return a run's settings and its execution options.
 
-    node: the run's configuration. Keys of parts of the run, such as `data`, `model` and `method`,
-    are not read.
+    node: the run's configuration. Keys of parts, such as `data` and `method`, are ignored.
     Raise `RefusedError` for a key that does not exist, or for a wrong value.
     """
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}

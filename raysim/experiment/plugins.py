@@ -1,12 +1,12 @@
 """Find packages that extend raysim with classes, and with options in their folder `conf`.
 
-An installed package is found if its `pyproject.toml` has an entry point for raysim:
+An installed package is found if its `pyproject.toml` has this entry point:
 
     [project.entry-points."raysim.plugins"]
     mine = "mine"
 
-A package without this entry point needs `--allow PACKAGE` in each command. A package is imported
-only when a configuration uses one of its classes.
+Any other package needs `--allow PACKAGE` in each command. A package is imported only when a
+configuration uses one of its classes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def installed_packages() -> tuple[str, ...]:
 def allow_packages(packages: Sequence[str]) -> list[Path]:
     """Check that Python finds packages; return the packages' folders `conf`.
 
-    The packages may be in the current folder, which is added to Python's search path.
-    packages: the names of the packages.
+    The current folder is added to Python's search path.
     Raise `RefusedError` for a package that does not exist, and if `packages` is a string in place
     of a list.
     """
@@ -60,10 +59,9 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
 def used_packages(node: object, allow: Sequence[str], paths: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the packages besides raysim that a worker may have to import, sorted.
 
-    These are the allowed packages, and the packages of all classes that a configuration names.
-    node: the configuration.
-    allow: the packages that the user allowed, used or not.
-    paths: full names of further functions and classes that the run uses, such as metrics.
+    node: the configuration; the packages of all its classes are included.
+    allow: the packages that the user allowed. All are included.
+    paths: full names of further functions and classes that the run uses.
     """
     names = {package.partition(".")[0] for package in (*allow, *paths)} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))
@@ -85,11 +83,9 @@ def _target_packages(node: object) -> set[str]:
 def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
     """Find a package in the current folder that has an option in its folder `conf`.
 
-    The caller looked for the option in all allowed packages without finding it. Return the name of
-    the package and the path of the option's file. Return two empty texts if there is no such
-    package.
     group: the configuration group, such as "method".
     option: the name of the option, such as "mine".
+    Return the name of the package and the path of the option's file, or two empty texts.
     """
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts
@@ -101,9 +97,8 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 def conf_folders_of(packages: Sequence[str]) -> list[Path]:
     """Return the folder `conf` of each package that has one.
 
-    packages: the names of the packages.
-    Raise `RefusedError` if the folder of a package is in another folder of the same name, such as
-    mine/mine/, and Python would import the outer folder.
+    Raise `RefusedError` if Python would import a folder that only contains the package, such as
+    mine/ in place of the package mine/mine/.
     """
     folders = []
     for name in dict.fromkeys(package.partition(".")[0] for package in packages):

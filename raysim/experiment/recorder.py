@@ -84,10 +84,8 @@ def warn(console: Console, text: str) -> None:
 class Follower:
     """A reader of a run's events that calls the run's observers in order.
 
-    If an error ends the run, all observers that have started and have not finished get the error.
-    run: what observers can see of the run; its `rows` grow with each round.
-    events: the events of the run, in order.
-    observers: the observers, in the order in which they are called.
+    If an error ends the run, all observers that have started and not finished get the error.
+    run: what observers can see of the run. Each round adds a row to `run.rows`.
     """
 
     def __init__(
@@ -234,9 +232,9 @@ def run_observers(
     """Return raysim's observers of a run in the order in which they are called.
 
     folder: the run's folder.
-    is_trial: True if a sweep makes the run. The sweep sends the trial's rows to MLflow and draws
-    one picture of all trials, so the run itself does neither.
     quiet: True leaves out progress, tables and notes. Warnings and the closing line remain.
+    is_trial: True if a sweep makes the run. Such a run sends nothing to MLflow and draws no
+    picture.
     """
 
     def print_line(text: str) -> None:
@@ -356,9 +354,8 @@ def _study_folder(folder: Path) -> Path | None:
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """Wrap the user's observers and round function so that an error says which one failed.
 
-    The returned list begins with an observer that runs `on_round`, unless `on_round` is None.
-    on_round: the user's function that gets the row of each round; None for no function.
-    observers: the user's observers, which are wrapped one by one.
+    on_round: the user's function that gets the row of each round; None for no function. Its wrapper
+    is the first observer in the result.
     Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []

@@ -1,8 +1,7 @@
 """Keep a run's folder behind a URL (`out=s3://bucket/run`), without a shared disk.
 
-During the run, its files are in a temporary folder of this machine. Checkpoints are written at once
-to the URL, or to `checkpoint.folder` if it is set. The other files are sent after each checkpoint
-and at the end.
+Checkpoints are written directly to the URL, or to `checkpoint.folder` if it is set. All other files
+are written to a temporary folder, and sent to the URL after each checkpoint and at the end.
 """
 
 from __future__ import annotations
@@ -122,12 +121,11 @@ def local_copy(
 
 
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
-    """Copy an experiment, and let the copy write its results to a folder of this machine.
+    """Return a copy of an experiment that writes its results to a folder of this machine.
 
-    The field `url` of the copy is the URL in the setting `out` of the original experiment.
-    checkpoints: the path or URL to which the copy writes checkpoints. It is ignored if the user set
-    `checkpoint.folder`.
+    checkpoints: the path or URL for checkpoints, if the user did not set `checkpoint.folder`.
     folder: the folder of this machine.
+    The copy's field `url` is the original setting `out`.
     """
     settings = experiment.spec.settings
     checkpoint = settings.checkpoint
@@ -140,10 +138,10 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
 
 
 def checkpoints_at(url: str) -> str:
-    """Return where a run's checkpoints are: the path or the URL of their folder.
+    """Return the path or the URL of the folder of a run's checkpoints.
 
-    If the run's folder is on this machine, the result is a path. Otherwise, it is a URL.
-    url: the URL of the run's folder, such as "file:///a/b" for a folder on this machine.
+    The result is a path if the run's folder is on this machine, and otherwise a URL.
+    url: the URL of the run's folder, such as "file:///a/b".
     """
     store = open_store(url)
     place = str(store.path) if isinstance(store, LocalStore) else url.rstrip("/")

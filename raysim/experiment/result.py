@@ -203,8 +203,8 @@ class Result:
     def parameters(self) -> Any:
         """Return the final parameters of a learner, in the format that its function `fit` receives.
 
-        Raise `RefusedError` if the run trains a torch model or has not finished. Also raise it if
-        the parameters are bytes, but the run stored no checkpoint in its last round.
+        Raise `RefusedError` for a torch model or an unfinished run. Also raise it for parameters
+        that are bytes if the last round stored no checkpoint.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(None)
@@ -234,12 +234,10 @@ class Result:
         return _model_with(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
-        """Return the state of a client: personal tensors, and what methods declare.
+        """Return the state of a client by name: personal tensors, and what methods declare.
 
-        The keys of the result are the full names of the tensors, such as "model.bn1.weight". A
-        client that never trained has its initial state. The result is empty if clients have no
-        state.
-        client: the number of the client.
+        Names are full, such as "model.bn1.weight". A client that never trained has its initial
+        state. The result is empty if clients have no state.
         Raise `RefusedError` in the same cases as `client_model`.
         """
         with self._final_state() as final:
@@ -338,10 +336,8 @@ def _no_best_client() -> RefusedError:
 class _FinalState:
     """The coordinator and a worker of a finished run, both in this process.
 
-    experiment: the run.
-    shared: the final shared tensors by full name; they are used only if there is no checkpoint.
-    path: the checkpoint of the last round, from which coordinator and worker are restored; "" if
-    there is none.
+    shared: the final shared tensors by full name; used only without a checkpoint.
+    path: the checkpoint of the last round; "" if there is none.
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
@@ -377,12 +373,11 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return the objects that are needed to score the model of a client.
+        """Return what scoring a client's model needs.
 
-        These are the worker, a task to which the caller adds samples, the version and the client's
-        state.
-        client: the number of the client; None scores the shared model.
-        Raise `RefusedError` if a checkpoint is needed, but the run has none of its last round.
+        The result is: the worker, a task without samples, the version, and the client's state.
+        client: the number of the client; None for the shared model.
+        Raise `RefusedError` if a checkpoint is needed, but the last round stored none.
         """
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:

@@ -78,10 +78,9 @@ class Place:
 def choose_place(experiment: Experiment) -> Place:
     """Return a run's folder and the checkpoint to continue from. Nothing is written.
 
-    experiment: the run, with the settings `out` and `resume` that decide the folder and the
-    checkpoint.
-    Raise `RefusedError` if the folder or the checkpoint cannot be used, for example because the
-    folder holds another run.
+    The settings `out` and `resume` decide both.
+    Raise `RefusedError` if the folder or the checkpoint cannot be used, for example if the folder
+    holds another run.
     """
     resume = experiment.execution.resume
     if resume is None:
@@ -159,8 +158,7 @@ def begin_folder(experiment: Experiment, place: Place) -> None:
 def last_checkpoint(folder: Path, options: Checkpoint) -> str:
     """Return the address of a run's last checkpoint; "" if the run has none.
 
-    The function searches `checkpoint.folder` and the run's folder, because the user may change
-    `checkpoint.folder` when a run continues.
+    Checkpoints may be in `checkpoint.folder` and in the run's folder, so both are searched.
     folder: the run's folder.
     options: the settings `checkpoint.*`.
     """
@@ -169,10 +167,9 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 
 
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
-    """Return two things: the folder in which the run continues, and the checkpoint to load.
+    """Return the folder in which a run continues, with the checkpoint to load.
 
-    The folder is that of the checkpoint's run, or the folder in the setting `out`.
-    experiment: the run that continues.
+    The folder is the setting `out`. Without this setting, it is the folder of the checkpoint's run.
     address: the path or URL of the checkpoint.
     """
     if not is_remote(address):
@@ -264,7 +261,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 def _check_folder_has_same_run(address: str | None, config: Node) -> None:
     """Raise `RefusedError` if a folder has results or checkpoints of a different run.
 
-    A run is different if its stored configuration differs in a value that decides the bits.
+    A different run has another value of a setting that decides the bits.
     address: the folder or URL; None and "" check nothing.
     config: the configuration of the run that wants to use the folder.
     """
@@ -279,10 +276,10 @@ def _check_folder_has_same_run(address: str | None, config: Node) -> None:
 def _check_same_run(stored: Node, config: Node, store: Store) -> None:
     """Raise `RefusedError` if a resumed run has other settings than the stored configuration.
 
-    Only settings that decide the run's bits are compared; others, such as `rounds`, may change.
+    Only settings that decide the run's bits are compared.
     stored: the configuration in the run's folder.
     config: the configuration of the resumed run.
-    store: the folder or URL of `stored`, for errors.
+    store: the place of `stored`, for errors.
     """
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
@@ -310,7 +307,7 @@ def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> 
     group: the group, such as "method".
     stored: the configuration in the run's folder.
     config: the configuration of the resumed run.
-    store: the folder or URL of `stored`, for errors.
+    store: the place of `stored`, for errors.
     """
     stored_choices = stored.get("choices")
     choices = config.get("choices")

@@ -116,10 +116,10 @@ def _check_not_renamed(override: SettingOverride) -> None:
 def expand_override(text: str) -> tuple[str, list[str]]:
     """Return the key of an override, and one override for each value that it lists.
 
-    "seed=0,1", "seed=range(2)" and "seed=0..1" list the values 0 and 1. A value may itself be a
-    list: "method=fedavg,fedbr+mixup" has two values, and the second one is a list of two methods.
-    Raise `RefusedError` if the override has an interval or another range without listed values, or
-    if it renames a group ("group@name=option").
+    "seed=0,1", "seed=range(2)" and "seed=0..1" list the values 0 and 1. "method=fedavg,fedbr+mixup"
+    lists two values; the second value has two methods.
+    Raise `RefusedError` for an interval without listed values, and for a renamed group
+    ("group@name=option").
     """
     override = read_setting(text)
     key = override.key

@@ -1,7 +1,7 @@
 """Write and read the folder of `raysim study` and `raysim sweep`.
 
     study.yaml, sweep.yaml   the overrides of the command, and its --conf folders
-    runs/NAME/               a folder for each run, as `raysim run` writes it
+    runs/NAME/               the folder of the run NAME
     logs/NAME.txt            what this run printed, and its error
 
 This module imports no torch, so that a wrong override is refused at once.
@@ -51,11 +51,11 @@ def plan_file(folder: Path, command: str) -> Path:
 
 
 def configure_run(config: Node, folder: Path, name: str) -> Node:
-    """Return a run's configuration with `out`, the run's folder in a study or sweep.
+    """Return a run's configuration with `out` and `resume` for a study or sweep.
 
-    The result also has `resume`, so that an unfinished run of the same name continues. If
-    `checkpoint.folder` is set, the run gets its own subfolder there.
-    config: the configuration of the run, without its folder.
+    An unfinished run of the same name continues. Each run gets a subfolder of `checkpoint.folder`,
+    if this setting is set.
+    config: the configuration of the run.
     folder: the folder of the study or sweep.
     name: the name of the run.
     """
@@ -87,10 +87,8 @@ def store_plan(
 
 
 def load_plan(folder: Path, command: str) -> Node:
-    """Read study.yaml or sweep.yaml: the command's overrides and its --conf folders.
+    """Read study.yaml or sweep.yaml: the command's overrides, --conf folders and further values.
 
-    The result also has the additional values that the command stored, such as a sweep's
-    fingerprint.
     folder: the folder of the study or sweep.
     command: "study" or "sweep".
     Raise `RefusedError` if the file lacks the overrides or the folders.
@@ -137,8 +135,7 @@ def describe_outcome(
 
     metric: the name of the score.
     value: the score; None if it is unknown.
-    deviation: its standard deviation over several seeds; None for a single seed.
-    rounds: the number of rounds.
+    deviation: the standard deviation over several seeds; None for a single seed.
     seconds: the wall time.
     """
     score = "unknown" if value is None else plus_minus(value, deviation)

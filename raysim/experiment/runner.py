@@ -85,12 +85,12 @@ def log_console(log: Path) -> Iterator[Console]:
 def attempt(
     config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
 ) -> str:
-    """Execute a complete run; return "", or a sentence that says why it failed.
+    """Execute a complete run; return "", or a sentence that says why the run failed.
 
     config: the configuration of the run, with its folder in `out`.
-    log: the file that gets the printed output and the error.
+    log: the file for the printed output and the error.
     allow: the packages besides raysim whose classes the configuration may name.
-    on_round: function that gets the row of each round; None for no function.
+    on_round: a function that gets the row of each round.
     """
     try:
         with record_failure(log), log_console(log) as console:
@@ -218,8 +218,7 @@ class SteppedRun:
     def _lock_for_a_call(self) -> Iterator[None]:
         """Lock the run's folder during a `with` block, which contains the work of one method call.
 
-        While no method of this object executes, the folder is not locked. Ray Tune may then move
-        the paused trial to another process without notice.
+        Between the calls, Ray Tune may move the paused trial to another process.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + LOCK_TIMEOUT_S

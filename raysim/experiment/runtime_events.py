@@ -28,7 +28,7 @@ def runtime_events(
 
     place: the folder of the run, and the checkpoint that it continues from.
     console: prints messages about the Ray cluster.
-    show_wait: function that shows what the start waits for, such as "waiting for the workers".
+    show_wait: shows a text such as "waiting for the workers".
     """
     if experiment.execution.runtime.name != "inprocess":
         yield from _ray_events(experiment, place, console, show_wait)

@@ -58,8 +58,8 @@ class Tracking:
     """The settings of `tracking`.
 
     name: "mlflow" stores the run for MLflow, "none" does not.
-    uri: the address of an MLflow server or database, to which each row is sent during the run. With
-    None, nothing is sent, and the run is stored in its folder for `raysim ui`.
+    uri: an MLflow server or database, which gets each row during the run. With None, the run is
+    stored only in its folder, for `raysim ui`.
     """
 
     name: Literal["mlflow", "none"] = "mlflow"

@@ -1,7 +1,6 @@
 """Run Flower apps on raysim, in one of three ways.
 
-- `raysim flower run` executes a whole app with its ServerApp. Messages between the ServerApp and
-  the clients travel on raysim's virtual clock.
+- `raysim flower run` executes a whole app with its ServerApp, on raysim's virtual clock.
 - `learner=flower` uses only the app's ClientApp, which trains the clients of a run of raysim.
 - `start_simulation` replaces Flower's function of the same name in an older program.
 """

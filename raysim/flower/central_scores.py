@@ -1,8 +1,7 @@
 """Collect the scores that a ServerApp computes itself, such as an accuracy on a central test set.
 
-Flower returns these scores only to the app, but also logs them in each round. The log records have
-the scores as numbers; raysim reads the records. An app with its own training loop must log its
-scores with the same texts as Flower, as Flower's examples do.
+raysim reads these scores from Flower's log records. An app with its own training loop must log its
+scores with the same texts as Flower.
 """
 
 from __future__ import annotations

@@ -32,10 +32,8 @@ class AppError(HookError):
 class AppRunner:
     """A ClientApp that answers messages for all clients of a run, one after another.
 
-    app: the ClientApp.
-    clients: the number of clients.
     run_config: Flower's run config, which the app can read in its context.
-    seed: the seed from which the app's random generators are seeded.
+    seed: the seed of the app's random generators.
     folder: the folder of the app's code, so that errors can name its lines; None if unknown.
     """
 

@@ -28,10 +28,9 @@ class VirtualClock:
     """The virtual clock of a Grid, which decides when the replies to messages arrive.
 
     fleet: the devices of the clients.
-    clients: the number of clients.
-    samples: the number of samples that a client processes when it gets a training message. For any
-    other message, a client processes no samples.
     seed: the seed of the run, which decides the devices.
+    samples: the number of samples that a client processes for a training message. Any other message
+    costs no samples.
     """
 
     def __init__(self, fleet: Fleet, seed: int, clients: int, samples: int):

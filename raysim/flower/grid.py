@@ -145,8 +145,8 @@ class VirtualGrid(SimpleGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return Flower's node ids of the clients that are available at the current virtual time.
 
-        A ServerApp that calls this function repeatedly, without sending a message, is waiting for
-        clients. The clock then advances to the next change of a client's availability.
+        Repeated calls without a message in between advance the clock to the next change of a
+        client's availability.
         """
         if not self.is_owner():  # the clock does not move in a thread that Flower started
             return list(self._nodes) or self._available_nodes()
@@ -224,9 +224,8 @@ class VirtualGrid(SimpleGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that have arrived, in the order of virtual time.
 
-        If no reply has arrived, first advance the clock to the next arrival. Then return the
-        replies that arrive at this time. Each reply is returned only once. The result is empty if
-        all replies to the messages have been returned before.
+        If no reply has arrived, first advance the clock to the next arrival. Each reply is returned
+        only once.
         message_ids: the ids of the messages, which `push_messages` returned.
         """
         with self._lock:
@@ -247,10 +246,10 @@ class VirtualGrid(SimpleGrid):
     ) -> Iterable[Message]:
         """Send messages, wait for the replies, and return the replies in order of virtual time.
 
-        In a thread that Flower started, `timeout` is ignored, and the replies are in the order of
-        the messages.
         timeout: the longest wait, in virtual seconds; None waits for all replies. Replies that
         would arrive later are never returned.
+        A thread that Flower started ignores `timeout`, and gets the replies in the order of the
+        messages.
         """
         if not self.is_owner():
             return self._send_from_thread(messages)
@@ -297,11 +296,10 @@ class VirtualGrid(SimpleGrid):
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send messages from a thread that Flower started; return the replies.
+        """Send messages from a thread that Flower started; return the replies in the same order.
 
-        The replies have the order of the messages. For each message without a stored reply, the
-        thread waits for a free worker and then for the worker's answer. The virtual clock does not
-        move.
+        The thread waits for a free worker for each message without a stored reply. The virtual
+        clock does not move.
         """
         with self._lock:
             if self._batch_end is None:
@@ -343,9 +341,9 @@ class VirtualGrid(SimpleGrid):
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
         """Answer messages from the stored replies; return the messages that need a worker.
 
-        pending: the messages. Lost or answered messages are skipped.
-        Raises ReplayError if a message differs from the stored run's message with the same client
-        and the same number. The number is how many messages the client has received before.
+        Lost and answered messages are skipped.
+        Raises ReplayError if a message differs from the stored run's message. Messages to a client
+        are compared in order.
         """
         unanswered = []
         for one in pending:
@@ -460,9 +458,9 @@ class VirtualGrid(SimpleGrid):
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
         """Return a reply to each message, in the same order, and stop tracking the messages.
 
-        A message that was lost, or for which the ClientApp failed, gets a reply with an error. For
-        each message, also pass a `MessageRecord` to the function `on_message`.
-        pending: the messages. Each of them has been answered or lost.
+        The reply has an error if the message was lost or the ClientApp failed. Each message is also
+        reported to `on_message`.
+        pending: messages that have been answered or lost.
         """
         delivered: list[Message] = []
         for one in pending:
@@ -551,8 +549,7 @@ def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
 def _list_entries(entries: Iterable[RecordEntry]) -> str:
     """Return a text that lists arrays and values of a reply: "A, B, C and 2 more".
 
-    entries: the arrays and values to list. The text gives the name and the shape of an array, and
-    the name of a value.
+    The text gives the name and the shape of an array, and the name of a value.
     """
     texts = [str(entry) for entry in sorted(entries)]
     shown = ", ".join(texts[:MAX_ENTRIES])

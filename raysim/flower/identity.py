@@ -43,8 +43,8 @@ def silent_flower() -> Iterator[None]:
 def set_identity() -> None:
     """Run an empty ServerApp, so that this process can create Flower messages.
 
-    Messages need an identity of their process. Flower sets it only in processes that Flower starts.
-    In any other process, running a ServerApp sets it. Only the first call has an effect.
+    Flower allows messages only in processes that it started or that ran a ServerApp. Only the first
+    call has an effect.
     """
     app = ServerApp(server_fn=_components)
     context = Context(

@@ -1,7 +1,6 @@
 """Get a Flower app's initial parameters, and the config that its ServerApp sends.
 
-A ServerApp makes the initial parameters inside its main function. raysim calls this function with a
-Grid that stops the function at the first message for training; that message contains the
+raysim runs the ServerApp until its first message for training. This message contains the
 parameters.
 """
 
@@ -137,10 +136,10 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     """Return the parameters and the config in a ServerApp's first message for training.
 
     reference: "module:object" of the ServerApp.
-    runner: the ClientApp, which answers all messages before the first message for training.
+    runner: the ClientApp, which answers all earlier messages.
     folder: the project's folder.
-    Raises `RefusedError` if the app ends or fails before its first message for training, or if this
-    message has not exactly one ArrayRecord. Also raises it if `reference` names no ServerApp.
+    Raises `RefusedError` if `reference` names no ServerApp, if the app sends no message for
+    training, or if this message has not exactly one ArrayRecord.
     """
     key = f"learner.app: its ServerApp {reference}"
     app = load_object(reference, folder, "learner.app: its ServerApp")
@@ -224,8 +223,8 @@ def from_client(runner: AppRunner) -> InitialModel:
 def from_object(made: Any, key: str) -> InitialModel:
     """Return the initial parameters in an object that a user's function returned.
 
-    made: the object: a module, arrays by name, a list of arrays, or an ArrayRecord.
-    key: the setting that names the function, such as "learner.parameters=mine:model", for errors.
+    made: a module, arrays by name, a list of arrays, or an ArrayRecord.
+    key: the setting that names the function, for errors.
     Raises `RefusedError` for any other object.
     """
     if hasattr(made, "state_dict"):

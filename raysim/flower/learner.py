@@ -96,7 +96,7 @@ class FlowerLearner(Learner):
         """Return the app's initial parameters: arrays by name.
 
         task: the learning task, which has the number of clients.
-        rng: the random generator from which the app's seed is drawn.
+        rng: decides the app's seed.
         Raises `RefusedError` if nothing provides the parameters, or if they cannot be read.
         """
         from raysim.flower.initial import make_initial
@@ -159,10 +159,10 @@ class FlowerLearner(Learner):
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
         """Send a client a message for evaluation; return the numbers in its reply.
 
-        Return an empty dictionary if the app has no function for evaluation. Also return it for
-        samples that belong to no client, such as the central test set, because only clients answer.
+        Return an empty dictionary if the app has no function for evaluation, or if the samples
+        belong to no client.
         parameters: the arrays of the scored version, by name.
-        data: the client's number, the client's state, and the seed of the run.
+        data: the client's number and state, and the seed of the run.
         """
         from raysim.flower.local_work import evaluate
 

@@ -131,9 +131,7 @@ def read_state(data: bytes) -> RecordDict:
 def numbers_of(content: RecordDict) -> dict[str, float]:
     """Return all single numbers in the records of a reply, by name.
 
-    Lists are left out. Two types of records are left out, too: model parameters, and the status
-    codes that clients of older Flower apps return.
-    content: the records of the reply.
+    Lists, model parameters, and the status codes of older Flower clients are left out.
     """
     numbers: dict[str, float] = {}
     for name, record in content.items():

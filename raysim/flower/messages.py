@@ -40,13 +40,12 @@ def client_number(node: int) -> int:
 
 
 class GridMessage(Message):
-    """A Flower message whose metadata raysim sets.
+    """A Flower message that a process can create without `set_identity`.
 
-    A process can create a `Message` only after Flower has prepared the process (`set_identity` in
-    identity.py). A `GridMessage` needs no such preparation.
+    A `Message` of Flower itself needs this preparation.
     metadata: the sender, the receiver, the type and the times.
-    content: the records, or None if the message has an error.
-    error: the error, or None if the message has content.
+    content: the records; None if the message has an error.
+    error: None if the message has content.
     """
 
     def __init__(
@@ -134,8 +133,7 @@ def reply(
 
     to: the message that is answered.
     created_at: the virtual time at which the ServerApp gets the reply, in seconds.
-    content: the records of the reply; None with an error.
-    error: why the client gives no records; None with `content`.
+    error: why the client gives no records.
     """
     request = to.metadata
     metadata = Metadata(
@@ -160,11 +158,10 @@ def model_records(
 ) -> RecordDict:
     """Return the content of a message to a client: model parameters and a config.
 
-    uses_client_fn: True for a `Client` or `NumPyClient`, for which Flower uses other names of
-    records.
-    arrays: the model's parameters, by name.
-    config: the values of the config.
+    arrays: the parameters, by name.
     message_type: "train" or "evaluate".
+    uses_client_fn: True for a `Client` or `NumPyClient`, for which Flower names records
+    differently.
     """
     values = ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
     names = (ARRAYS, CONFIG)

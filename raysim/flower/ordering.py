@@ -1,8 +1,7 @@
 """Sort the results that older Flower strategies aggregate, so that runs are bit-identical.
 
-Flower's older `Server` collects the clients' results in a random order, and sums of floats depend
-on the order. Therefore raysim runs a copy of the ServerApp. The strategy of the copy sorts the
-results by virtual time before it aggregates them.
+Flower's older `Server` collects the clients' results in a random order. raysim therefore runs a
+copy of the ServerApp whose strategy sorts the results by virtual time.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
 def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
     """Return a copy of a strategy that sorts results by virtual time before it aggregates them.
 
-    The copy and `strategy` share their attributes: a change of an attribute affects both.
+    The copy and `strategy` share all attributes, so a change of an attribute affects both.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(strategy)

@@ -29,7 +29,6 @@ _SCALARS = (bool, int, float, str)
 class Project:
     """The settings in a Flower project's pyproject.toml that decide a run.
 
-    folder: the project's folder.
     client_app, server_app: "module:object", or "" if the file names none.
     config: the run config; names of nested values are joined by dots.
     clients: the number of simulated clients; None if the file does not give it.
@@ -46,8 +45,8 @@ class Project:
 
         overrides: the new values.
         key: the setting that contains the overrides, for errors.
-        Raises `RefusedError` for a name that the project's run config does not have. An empty run
-        config accepts any name.
+        Raises `RefusedError` for a name that is not in the project's run config, unless this config
+        is empty.
         """
         changed = flatten(overrides, key)
         for name in changed:
@@ -104,8 +103,8 @@ def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
 def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig:
     """Return nested values as one dictionary: {"a": {"b": 1}} becomes {"a.b": 1}.
 
-    key: the setting that contains the values; error messages begin with it.
-    prefix: the text before all names, without the dot that follows it; "" for no text.
+    key: the setting that contains the values, for errors.
+    prefix: the text before all names, without the dot.
     Raises `RefusedError` for a value that Flower's run config cannot hold.
     """
     flat: UserConfig = {}
@@ -153,10 +152,8 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 
     name: the full name of the module, such as "mypackage.client_app".
     folder: the folder that contains the module; it is added to `sys.path`.
-    setting: the setting that names the module, as a text "key=value". Error messages begin with
-    this text.
-    Raises `RefusedError` if the import fails. The error names the app's line that failed, if there
-    is one.
+    setting: "key=value" of the setting that names the module, for errors.
+    Raises `RefusedError` if the import fails, and names the app's line that failed.
     """
     import_optional("flwr", setting)
     if str(folder) not in sys.path:
@@ -180,8 +177,6 @@ class LoadedClientApp:
     app: the ClientApp, a function of a message and a context.
     uses_client_fn: True if the app passes messages to a `Client` or `NumPyClient`, False if it has
     functions for messages.
-    can_train: True if the app has a function for training.
-    can_evaluate: True if the app has a function for evaluation.
     """
 
     app: Callable[[Any, Any], Any]
@@ -197,7 +192,7 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
     reference: "module:object".
     folder: the folder that contains the module; it is added to `sys.path`.
     key: the setting that contains the reference, for errors.
-    Raises `RefusedError` if the object cannot be imported, or has another type.
+    Raises `RefusedError` if the import fails or the object has another type.
     """
     return inspect_client_app(load_object(reference, folder, key), f"{key}={reference}")
 
@@ -205,10 +200,8 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
 def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     """Return a user's app as a `LoadedClientApp`, which says if the app can train and evaluate.
 
-    A client_fn or a class of clients is first converted to a ClientApp.
     target: a ClientApp, a client_fn, or a class of clients.
-    setting: the text with which error messages begin: "key=value", or the name of the argument that
-    contains the app.
+    setting: the start of error messages: "key=value", or the name of the app's argument.
     Raises `RefusedError` if `target` is any other object.
     """
     from flwr.client import Client, NumPyClient
@@ -270,10 +263,9 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
 def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
     """Return a `client_fn` that creates a client as an object of the user's class.
 
-    The `client_fn` passes the context to the class if the class needs one argument.
+    The class gets the context if it needs one argument.
     client_class: a subclass of Flower's Client or NumPyClient.
-    setting: the text with which error messages begin: "key=value", or the name of the argument that
-    contains the class.
+    setting: the start of error messages.
     Raises `RefusedError` if the class needs two or more arguments.
     """
     from flwr.client import NumPyClient
@@ -302,10 +294,9 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
     """Return True if a ClientApp has a handler for messages of one type.
 
-    If the app has no handler, register `_missing` as the handler, and return False. `_missing`
-    raises an error for each message of this type.
-    register: the app's method that returns the decorator for handlers: `app.train` for training
-    messages, or `app.evaluate` for evaluation messages.
+    Otherwise register `_missing`, which raises an error for each such message.
+    register: the app's method that returns the decorator for handlers, `app.train` or
+    `app.evaluate`.
     """
     # Flower raises an error if an app has a function of this type already.
     try:

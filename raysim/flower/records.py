@@ -1,8 +1,7 @@
-"""Convert the content of Flower messages to bytes and back.
+"""Convert the content of Flower messages to bytes and back, without pickle.
 
-The bytes are used to store replies on disk, and client states in checkpoints. Workers also return
-replies in this form. No pickle is used: first comes a header in JSON, then the data of all arrays
-and byte strings.
+Replies on disk, client states in checkpoints, and replies from workers have this form: a header in
+JSON, then the data of all arrays and byte strings.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class _BytesWriter:
 def check_records(content: Any, name: str) -> None:
     """Raise TypeError for content that `pack_records` cannot convert.
 
-    Flower checks values when they are set, but not values that an app appends to a list later.
-    content: the records.
+    Flower does not check values that an app appends to a list later.
     name: the name of the app's variable that contains the records, for the error.
     """
     if not isinstance(content, RecordDict):
@@ -165,7 +163,7 @@ def count_array_bytes(content: RecordDict) -> int:
 def structure_of(data: Buffer) -> frozenset[RecordEntry]:
     """Return the names of all values, and the names and shapes of all arrays, in packed records.
 
-    If Flower does not know the shape of an array, its shape here is (number of bytes,).
+    An array whose shape Flower does not know has the shape (number of bytes,).
     data: packed records, or only their header.
     """
     header, _ = _read_header(memoryview(data))

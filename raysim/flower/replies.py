@@ -1,8 +1,7 @@
 """Store clients' replies in a file, so that a run that was killed can continue.
 
-A ServerApp is a program of the user, whose variables raysim cannot save. To continue a run, the
-ServerApp starts again with the same seed, and therefore sends the same messages. The stored replies
-answer these messages, up to the point at which the run was killed.
+raysim cannot save the variables of a ServerApp. To continue, the ServerApp starts again with the
+same seed and sends the same messages, which are answered by the stored replies.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class ReplayError(RuntimeError):
 class StoredReplies:
     """The stored replies of a run, in a file.
 
-    A run that is killed may leave an incomplete entry at the end. The first incomplete or damaged
-    entry and all later entries are removed from the file.
+    The first incomplete or damaged entry and all later entries are removed from the file.
     path: the file; None stores nothing.
     """
 
@@ -76,8 +74,7 @@ class StoredReplies:
     def find(self, request: Request) -> Answer | None:
         """Return the stored answer to a message; None if there is none.
 
-        Two numbers identify the answer: the message's client and the message's number.
-        request: the message.
+        The message's client and the message's number identify the answer.
         Raises ReplayError if the stored answer belongs to a message with other content or type.
         """
         place = self._places.get((request.client, request.number))

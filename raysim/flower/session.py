@@ -226,9 +226,9 @@ def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
 def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredReplies]:
     """Lock the run's folder inside `with`, and yield the replies that the folder stores.
 
-    say: function that prints a text for the user.
-    Raises `RefusedError` if the folder contains another run or is in use, or if it is not empty and
-    `run.resumes` is False.
+    say: prints a text for the user.
+    Raises `RefusedError` if the folder contains another run, is in use, or is not empty although
+    the run does not resume.
     """
     if run.out is None:
         yield StoredReplies()
@@ -326,11 +326,10 @@ def _summarise(
 
 
 def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
-    """Return one row for each group of messages of one type, sent at the same virtual time.
+    """Return one row for each group of messages with equal type and virtual time of dispatch.
 
     A row counts the answered, failed and lost messages, and has the weighted means of the numbers
     in the replies.
-    records: the messages of the run.
     """
     groups: dict[tuple[float, str], list[MessageRecord]] = defaultdict(list)
     for record in records:

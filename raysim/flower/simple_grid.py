@@ -1,8 +1,7 @@
 """A Flower Grid without nodes, from which all Grids of raysim are derived.
 
-A Grid is the object through which a Flower ServerApp sends messages to nodes and gets replies.
-`SimpleGrid` only creates messages. Its subclasses add the functions that send messages and return
-replies.
+A Flower ServerApp sends messages to nodes and gets replies through a Grid. `SimpleGrid` only
+creates messages.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ class SimpleGrid(Grid):
     ) -> Message:
         """Return a new message to a node; this function does not send it.
 
-        content: the records of the message.
         message_type: Flower's type, such as "train" or "evaluate".
-        dst_node_id: the id of the node that gets the message.
-        group_id: a name of the group of messages to which this one belongs, such as the round.
+        dst_node_id: the node that gets the message.
+        group_id: the name of a group of messages, such as the round.
         ttl: the seconds after which the message expires; None for Flower's default.
         """
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)

@@ -25,11 +25,9 @@ class AppSpec:
 
     app: "module:object" of a ClientApp, or a loaded one.
     folder: the project's folder.
-    clients: the number of clients.
     run_config: Flower's run config.
-    seed: the seed of the run.
     threads: the threads of torch in each worker.
-    key: the name of the setting or argument that gives the app, for errors.
+    key: the setting or argument that gives the app, for errors.
     """
 
     app: str | LoadedClientApp
@@ -76,8 +74,7 @@ class Request:
 class Answer:
     """A client's answer: a reply, or an error.
 
-    content: the packed records of the reply, uint8; empty for an error. Ray gives the bytes of an
-    array to another process without copying them.
+    content: the packed records of the reply, uint8; empty for an error.
     state: the packed records that the client keeps; b"" for none.
     error: the text of the error; "" for a reply.
     """

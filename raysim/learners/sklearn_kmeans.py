@@ -106,10 +106,9 @@ class SklearnKMeans(Learner):
     def evaluate(self, parameters: bytes, data: EvaluationData) -> Mapping[str, float]:
         """Return the scores "inertia_error" and "purity" of the centers.
 
-        "inertia_error" is the mean squared distance of a sample to its nearest center. "purity" is
+        "inertia_error" is the mean squared distance of a sample to the nearest center. "purity" is
         the share of samples whose label is the most frequent label of their cluster.
-        parameters: the centers, and the number of samples in each cluster, as bytes. Only the
-        centers are used.
+        parameters: the centers and the sizes of the clusters, as bytes.
         data: the samples and their labels.
         """
         inputs, labels = data.arrays()

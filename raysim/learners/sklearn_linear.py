@@ -66,7 +66,7 @@ class SklearnLinear(Learner):
     that has `coef_` and `intercept_` after training.
     options: arguments of the estimator's class, by name, such as alpha.
 
-    Raises ValueError for any other estimator, and for an argument that the class does not have.
+    Raises ValueError for any other estimator or argument.
     """
 
     name = "sklearn_linear"
@@ -101,8 +101,7 @@ class SklearnLinear(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return zeros by name: "coef" [rows, features] and "intercept" [rows].
 
-        There is a row for each class; for two classes, or a regression, there is one row.
-        task: the learning task.
+        There is one row for each class, but a single row for two classes or a regression.
         rng: has no effect.
         Raises ValueError if the estimator does not fit the kind of task.
         """
@@ -151,9 +150,8 @@ class SklearnLinear(Learner):
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
         """Return logits [n, classes] of a classifier, or the predictions [n, 1] of a regression.
 
-        The logits are the estimator's decision values; for two classes with one decision value s,
-        they are (0, s).
-        parameters: "coef" and "intercept".
+        The logits are the estimator's decision values. For two classes with one decision value s,
+        the logits are (0, s).
         inputs: n samples, [n, ...].
         """
         rows = inputs.reshape(len(inputs), -1)

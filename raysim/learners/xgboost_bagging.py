@@ -43,10 +43,10 @@ class XGBoostBagging(Learner):
 
     trees: the number of trees that a job adds; with more than two classes, for each class.
     depth: the largest depth of a tree.
-    rate: the factor by which each leaf is multiplied (XGBoost's eta).
+    rate: the factor on each leaf (XGBoost's eta).
     options: other parameters of XGBoost, such as subsample.
 
-    Raises ValueError if a value is out of range or the package is missing.
+    Raises ValueError if a value is out of range or XGBoost is missing.
     """
 
     name = "xgboost"
@@ -95,11 +95,9 @@ class XGBoostBagging(Learner):
         """Continue boosting on the client's samples; return only the new trees.
 
         The second result has the number of processed samples.
-
         parameters: the received ensemble, as XGBoost's JSON.
         inputs: the client's samples, [n, ...].
-        labels: the class of each sample, or its value for a regression, [n].
-        job: the client's job, with its random streams and the learning task.
+        labels: the class of each sample, or the value for a regression, [n].
         """
         import xgboost
 
@@ -117,9 +115,9 @@ class XGBoostBagging(Learner):
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
         """Return the ensemble with the new trees of all clients, as XGBoost's JSON.
 
-        The leaves of a client's new trees are multiplied by the weight of the client's update.
+        The leaves of new trees are multiplied by the weight of the client's update.
         parameters: the current ensemble, as XGBoost's JSON.
-        updates: the clients' updates, each with the client's new trees and a weight.
+        updates: each update has a client's new trees and a weight.
         """
         ensemble = json.loads(parameters)
         model = _model(ensemble)
@@ -138,7 +136,7 @@ class XGBoostBagging(Learner):
     def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
         """Return XGBoost's raw predictions: logits [n, classes], or values [n, 1] for a regression.
 
-        For two classes, with one prediction s for each sample, the logits are (0, s).
+        For two classes with one prediction s, the logits are (0, s).
         parameters: the ensemble, as XGBoost's JSON.
         inputs: n samples, [n, ...].
         """

@@ -49,8 +49,7 @@ def active_clients(
 ) -> Tensor:
     """Return the clients whose cached update is at most `max_staleness` versions old: bool [N].
 
-    dispatch_versions: int64 [N], the base version of each client's cached update; -1 if the client
-    has none.
+    dispatch_versions: int64 [N], the base version of each client's cached update; -1 for none.
     version: the current version.
     max_staleness: None returns all clients with a cached update.
     """
@@ -128,11 +127,10 @@ def _refresh(
 
 
 def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
-    """Return the server's step, `server_lr` times the mean of the active rows: float64 [D].
+    """Return `server_lr` times the mean of the active rows: float64 [D]; 0 without active rows.
 
-    The step is 0 without active rows.
     total: float64 [D], the sum of the active rows.
-    active: bool [R], the rows of the cache whose updates count in the step.
+    active: bool [R], the rows of the cache that count in the mean.
     """
     return total * (server_lr / max(1, int(active.sum())))
 
@@ -170,8 +168,8 @@ class ACE(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state: each client's last update, and the sum of the active updates.
 
-        An update is active if it counts in the server's step. The state also has the base version
-        of each update. A Boolean for each update is True if it was active in the last step.
+        An update is active if it counts in the server's step. The state also stores the base
+        version of each update, and whether the update was active in the last step.
         """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
@@ -199,8 +197,8 @@ class ACE(Method):
         """Store the new updates; return server_lr times the mean of the active updates.
 
         An update is active if it is the last one of its client and at most `max_staleness` versions
-        old. The result is 0 if no update is active. With `initialise`, it is 0 until every client
-        with samples has sent an update.
+        old. Return 0 without active updates, and with `initialise` until every client with samples
+        has sent an update.
         """
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)

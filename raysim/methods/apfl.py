@@ -47,7 +47,6 @@ def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[s
 
     Gradients reach only the personal parameters.
     personal, shared: the client's own model and the shared model, with equal layers.
-    alpha: the weight of the personal parameters.
     """
     received = dict(shared.named_parameters())
     return {

@@ -49,11 +49,11 @@ def calibrated_step(
 ) -> dict[str, Tensor]:
     """Return the result of an aggregation: new "params", new "cache" and the direction "update".
 
-    params: [D], the parameters of the current version.
+    params: [D], the current version.
     deltas: [K, D], the updates in the buffer.
     clients: int64 [K], the client of each update.
     cache: [N, D], the last update of each client.
-    server_lr: the factor eta on the direction.
+    server_lr: the factor on the direction.
     """
     cache, total = cache.clone(), cache.double().sum(0)
     update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)

@@ -58,13 +58,11 @@ def generator_loss(
 ) -> Tensor:
     """Return cross-entropy minus `weight` times the `discriminator_loss`.
 
-    This loss trains the classifier and the features, which then hide the client from the
-    discriminator.
+    With this loss, the features hide the client from the discriminator.
     class_logits: [B, C], the classifier's outputs.
     labels: int64 [B], or rows of probabilities [B, C].
     domain_logits: [B, N], the discriminator's outputs for N clients.
     domain: the number of the client.
-    weight: the weight of the discriminator's loss.
     """
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)
 
@@ -146,8 +144,7 @@ class Dann(Method):
         """Return {"local.steps": S}: S is local.steps, but at least `discriminator_steps` + 1.
 
         So each job trains both the discriminator and the classifier. The result is {} if the run
-        sets local.epochs. With mode="grl", it is always {}.
-        local: the run's settings of local training.
+        sets local.epochs, and with mode="grl".
         """
         if self.mode != "alternate" or local.steps is None:
             return {}
@@ -201,9 +198,8 @@ class Dann(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a job minus the cost of plain training, in trained samples.
 
-        With mode="alternate", the result is negative. Some of the job's steps train the
-        discriminator in place of the model, and make no backward pass through the model. With
-        mode="grl", the result is 0.
+        The result is negative with mode="alternate", because steps that train the discriminator
+        make no backward pass through the model. With mode="grl", it is 0.
         """
         if self.mode == "grl":
             return 0.0

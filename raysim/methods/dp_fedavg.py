@@ -76,7 +76,6 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
     bound: the current clipping bound.
     within: the (noisy) share of updates that `bound` did not clip.
     quantile: the share of updates that should not be clipped.
-    rate: the speed of the change.
     """
     return bound * math.exp(-rate * (within - quantile))
 
@@ -85,10 +84,10 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
     """Return the Renyi divergences of one round, one for each order in `_ORDERS`.
 
-    noise: z, the standard deviation of the noise divided by the clipping bound.
+    noise: the standard deviation of the noise divided by the clipping bound.
     clients: the number of clients that have samples.
-    cohort: the number of clients in a round; with `poisson`, its expected value.
-    poisson: True if each client joins a round independently; False if rounds have a fixed size.
+    cohort: the (expected) number of clients in a round.
+    poisson: True if each client joins a round independently; False for rounds of a fixed size.
     """
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
@@ -185,8 +184,8 @@ class DPFedAvg(Method):
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
         """Raise ValueError if the server would see values to which this method adds no noise.
 
-        Such values are buffers, such as BatchNorm's statistics, and single updates that another
-        method reads. The function returns an empty sequence, because it has no warnings.
+        Such values are buffers, and single updates that another method reads. The function returns
+        an empty sequence, because it has no warnings.
         run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
@@ -240,10 +239,9 @@ class DPFedAvg(Method):
     def _record(self, server: ServerView, bound: float, within: float) -> None:
         """Write the clipping bound and the share of unclipped updates into the history.
 
-        If `noise` is above 0, also write epsilon, the privacy loss of all rounds so far.
+        With noise, also write epsilon, the privacy loss of all rounds so far.
         bound: the clipping bound of this round.
-        within: the share of updates that the bound did not clip. If the bound adapts, this share
-        contains the noise that protects it.
+        within: the share of updates that the bound did not clip; noisy if the bound adapts.
         """
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}

@@ -49,10 +49,10 @@ def _squared_distances(rows: Tensor) -> Tensor:
 def _gaussians(
     squared_distances: Tensor, middle_width: Tensor, kernel_mul: float, kernel_num: int
 ) -> Tensor:
-    """Return the sum of Gaussian kernels of different widths for each pair of rows, [n, n].
+    """Return the sum of Gaussian kernels of different widths for each pair of n rows, [n, n].
 
-    squared_distances: the squared distance of each pair of n rows, [n, n].
-    middle_width: the width of the middle kernel, a scalar or one width for each row, [n, 1].
+    squared_distances: the squared distances of the pairs, [n, n].
+    middle_width: the width of the middle kernel, a scalar or [n, 1].
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """

@@ -1,7 +1,7 @@
 """The two networks of FRAug that make features for given labels: the generator and RTNet.
 
-Source: Chen et al., "FRAug: Tackling Federated Learning with Non-IID Features via Representation
-Augmentation" (ICCV 2023). In shapes, B is the number of rows, C of classes, D of features.
+Source: Chen et al., "FRAug" (ICCV 2023). In shapes, B is the number of rows, C of classes, D of
+features.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class Conditional(nn.Module):
 def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
     """Return FRAug's generator, a network that makes features [B, D] from noise [B, Z] and labels.
 
-    The features are not negative. The labels are an input of the first layer, as one-hot rows.
+    The features are not negative. The labels enter the first layer as one-hot rows.
     features: D, the number of features.
     noise: Z, the number of random inputs of a row.
-    num_classes: the number of classes, which is the length of a one-hot row.
     """
     first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
     layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()

@@ -49,8 +49,9 @@ CONVERGED_DEVIATION = 0.1
 def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
     """Return old + (new - old) * weights: a mixture of last and received parameters.
 
-    old, new: the parameters that the client trained last, and those that it received now.
-    weights: a mixing weight for each parameter; 1 takes the received parameter, 0 the last one.
+    old: the parameters that the client trained last.
+    new: the parameters that the client received now.
+    weights: a mixing weight for each parameter.
     """
     return old + (new - old) * weights
 
@@ -61,8 +62,9 @@ def updated_weights(
     """Return the mixing weights after one gradient step, clipped to [0, 1].
 
     weights: a mixing weight for each parameter.
-    gradient: the gradient of the loss with respect to the mixed parameters.
-    old, new: the parameters that the client trained last, and those that it received now.
+    gradient: the loss's gradient with respect to the mixed parameters.
+    old: the parameters that the client trained last.
+    new: the parameters that the client received now.
     rate: the learning rate of the weights.
     """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
@@ -214,8 +216,7 @@ class FedALA(Method):
         """Return the loss of a batch when `top` replaces the top layers of the received model.
 
         entries: the positions of the top layers' parameters.
-        top: the values of these parameters, as one flat vector in the order of `entries`.
-        inputs, labels: the batch.
+        top: these parameters in one flat vector, in the order of `entries`.
         """
         parts = top.split([entry.stop - entry.start for entry in entries])
         tensors = {

@@ -96,9 +96,9 @@ def apply_arrivals(
     """Mix arriving models into the shared model, in order; return "params" and "version".
 
     params: the shared model, [D].
-    client_params: [M, D], the arriving models, in the order in which they are mixed.
-    version: the current version before the first model is mixed; each model increases it by 1.
-    arrivals: the other arguments of `arrival_rates`, by name.
+    client_params: the arriving models, [M, D].
+    version: the version before the first model is mixed; each model increases it by 1.
+    arrivals: the further arguments of `arrival_rates`, by name.
     """
     rates = arrival_rates(version=version, **arrivals)
     for model, rate in zip(client_params, rates, strict=True):

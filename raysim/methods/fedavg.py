@@ -39,8 +39,8 @@ def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean [d] of the rows of `vectors`, with the dtype of `vectors`.
 
     vectors: [m, d].
-    weights: [m]; their sum may differ from 1.
-    Raises ValueError unless all weights are finite and at least 0, and at least one is positive.
+    weights: [m]; the sum may differ from 1.
+    Raises ValueError unless all weights are finite and at least 0, and one is positive.
     """
     return weighted_sum(vectors, weights) / weight_total(weights)
 

@@ -189,9 +189,8 @@ class FedBN(Method):
     def personalise(self, client: PersonalModel) -> None:
         """Compute BatchNorm statistics from the samples of a client that never trained.
 
-        The computed statistics replace the initial statistics in the client's model, which is about
-        to be scored. For a client that has trained, nothing changes.
-        client: the client's model, changed in place, and the client's samples.
+        The computed statistics replace the initial ones in the client's model before it is scored.
+        The model of a client that has trained does not change.
         """
         if client.trained:
             return

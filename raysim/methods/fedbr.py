@@ -254,9 +254,8 @@ class FedBR(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of the pseudo-data, as a number of trained samples.
 
-        Training on pseudo-data costs as much as training on the client's batches. In some runs, the
-        received model also makes a forward pass over new pseudo-data in every step. These forward
-        passes add a third of the cost of training on the batches.
+        Training on pseudo-data costs as much as training on the batches. If the received model
+        makes a forward pass over new pseudo-data in every step, a third is added.
         """
         if self.lam == 0 and self.mu == 0:
             return 0.0
@@ -321,8 +320,7 @@ class FedBR(Method):
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
         """Return the contrastive loss, which compares pseudo-sample j with sample j of the batch.
 
-        If there are more pseudo-samples than samples in the batch, the samples are repeated. If
-        there are fewer, the last samples of the batch are left out.
+        If the numbers differ, samples of the batch are repeated, or the last ones are left out.
         pseudo: [B, F], the trained model's features of the pseudo-data.
         real: [b, F], the trained model's features of the batch.
         """

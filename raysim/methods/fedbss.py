@@ -63,8 +63,8 @@ def uncertainty(*, probabilities: Tensor) -> Tensor:
 def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSplit:
     """Order samples by loss, and split them at the most uncertain one (FedBSS: eqs. 3 and 5).
 
-    Let l be the loss of the most uncertain sample. Samples whose loss is at most l are unbiased,
-    and samples whose loss is above l are biased. There may be no biased samples.
+    Samples with a larger loss than the most uncertain sample are biased; all others are unbiased.
+    There may be no biased samples.
     losses, uncertainties: [N], for N >= 1 samples.
     """
     comparable = torch.where(losses.isfinite(), losses, torch.inf)
@@ -79,7 +79,7 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
 
     epoch: the number e of the epoch, from 1 to E = `total_epochs`.
     kind: "cosine" is (1 - cos(pi e / E)) / 2, "linear" is e / E, "filter" is 0, "all" is 1.
-    Raises ValueError for another kind or an epoch outside 1..E.
+    Raises ValueError for any other kind or epoch.
     """
     if not 1 <= epoch <= total_epochs:
         raise ValueError(
@@ -192,10 +192,8 @@ class FedBSS(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of ranking the client's samples, as a number of trained samples.
 
-        Ranking needs a forward pass over all samples, which costs a third of training on them. The
-        cost of training stays that of all samples, because the number of selected samples is not
-        known when the cost is computed. With `refresh` above 1, jobs that use stored values have
-        this cost, too.
+        Ranking makes a forward pass over all samples, a third of the cost of training. With
+        `refresh` above 1, jobs that use stored values have this cost, too.
         """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 
@@ -270,10 +268,8 @@ class FedBSS(Method):
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
         """Return the client's samples that take part in an epoch, as positions; None means all.
 
-        Every unbiased sample takes part, and a share of the biased samples that grows with the
-        epoch.
+        Every unbiased sample takes part. The share of biased samples grows with the epoch.
         epoch: the number of the epoch, from 1 to `epochs`.
-        epochs: the number of epochs of the job.
         """
         if not self._selects(job.version):
             return None

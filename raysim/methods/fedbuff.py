@@ -51,7 +51,7 @@ def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
 
     weights: [K], the weight of each update.
     normalization: "count" returns K, "weights" the sum of the weights, and "none" 1.
-    Raises ValueError for another normalization, and for "weights" if the sum is not positive.
+    Raises ValueError for any other text, and for "weights" if the sum is not positive.
     """
     if normalization == "count":
         return float(len(weights))
@@ -95,11 +95,10 @@ def buffered_step(
 ) -> Tensor:
     """Return params + server_lr d, [D], where d is the direction of `buffered_aggregate`.
 
-    params: the parameters of the current version, [D].
+    params: [D], the current version.
     deltas: [K, D], the updates in the order of arrival.
     staleness: int64 [K], the staleness of each update.
-    server_lr: the server's learning rate.
-    exponent, sample_weights, normalization: the other arguments of `buffered_aggregate`.
+    exponent, sample_weights, normalization: arguments of `buffered_aggregate`.
     """
     direction = buffered_aggregate(
         deltas=deltas,
@@ -116,8 +115,8 @@ class FedBuff(Method):
 
     The schedule decides when to aggregate (`schedule=buffered`).
     exponent: the number a. An update with staleness s has the weight (1 + s)^-a.
-    normalization: the divisor of the weighted sum of the updates. "count" is the number of updates,
-    "weights" is the sum of the weights, and "none" is 1.
+    normalization: the divisor of the weighted sum of the updates: "count" is the number of updates,
+    "weights" the sum of the weights, and "none" 1.
     """
 
     name = "fedbuff"
@@ -132,9 +131,8 @@ class FedBuff(Method):
     def setup(self, run: Setup) -> None:
         """Raise ValueError for weighting=samples; warn of methods that change updates' weights.
 
-        Larger weights would make the server's step longer. With normalization="weights", the length
-        of the step does not depend on the sum of the weights. Then there is no error and no
-        warning.
+        Larger weights would make the server's step longer. With normalization="weights", there is
+        no error and no warning.
         """
         if self.normalization == "weights":
             return

@@ -70,7 +70,6 @@ def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) ->
     The divergence is the mean squared distance of the models to their mean.
     models: [M, D].
     losses: [M], the loss of each model.
-    smoothness: the weight L of the divergence.
     """
     return losses.mean() + smoothness / 2 * divergence(models=models)
 
@@ -145,12 +144,11 @@ def greedy_selection(
 
 
 class _Selection:
-    """Sums over the models that are chosen so far, in float64.
+    """The models that are chosen so far, as float64 sums of losses, models and squared norms.
 
-    The sums are those of the models' losses, of the models themselves, and of their squared norms.
-    centre: a vector [D] near the models, which is subtracted from each model to make rounding
-    errors small.
-    trained: the number of trainable parameters, which come first in a model. Only these count in
+    centre: a vector [D] near the models. It is subtracted from each model, for small rounding
+    errors.
+    trained: the number of trainable parameters, which come first in a model. Only they count in
     norms.
     """
 
@@ -184,14 +182,13 @@ class _Selection:
         smoothness: float,
         num_batches: int,
     ) -> list[int]:
-        """Choose one model for each client, one group of clients after another.
+        """Choose one model for each client, and add the chosen models to this selection.
 
-        Add the chosen models to this selection. Return for each client the position of the chosen
-        model in the client's list of cached models.
-        models: for each client, its cached models.
-        losses: for each client, the losses of these models.
-        smoothness: the weight L of the divergence in the objective.
-        num_batches: the number of groups.
+        models: the cached models of each client.
+        losses: the losses of these models.
+        smoothness: the weight of the divergence in the objective.
+        num_batches: the number of client groups, which choose one after another.
+        Return the position of each client's chosen model in `models`.
         """
         choices: list[int] = []
         for batch in np.array_split(np.arange(len(models)), num_batches):
@@ -240,10 +237,8 @@ class _Selection:
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the inner products of T candidate models, as [T, T] and [T].
 
-        The first tensor has the products of all pairs of candidates. The second tensor has the
-        product of each candidate with the sum of the models that are chosen so far. The vector
-        `self.centre` is first subtracted from all candidates and chosen models.
-        rows: the candidates.
+        The first tensor has all pairs of candidates. The second one pairs each candidate with the
+        sum of the chosen models. `self.centre` is first subtracted from all models.
         """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         products = torch.zeros(len(rows), dtype=torch.float64)
@@ -257,7 +252,6 @@ class _Selection:
 def _check_search(memory: int, batches: int, participants: int) -> None:
     """Raise `RefusedError` if the clients of a group have too many combinations of models.
 
-    The error names a number of groups that is large enough.
     memory: the number of cached models of a client.
     batches: the number of groups into which the participants are divided.
     participants: the number of clients of an aggregation.
@@ -354,9 +348,8 @@ class FedCDA(Method):
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
         """Return the shape of a client's cached models: (number of models, floats of a model).
 
-        Raise an error if the cache needs more than `budget` GiB. The participants of an aggregation
-        are divided into `batches` groups. Also raise an error if the clients of one group have too
-        many combinations of cached models.
+        Raise an error if the cache needs more than `budget` GiB, or if the clients of one group
+        have too many combinations of cached models.
         """
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))
@@ -409,7 +402,7 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Replace a client's oldest cached model, and make the new model the chosen one.
+        """Choose a client's new model, in place of the oldest model in the client's cache.
 
         Return the vector of the cache into which the caller must write the new model.
         row: the client's row in the cache.
@@ -426,9 +419,9 @@ class FedCDA(Method):
     def _select(self, participants: Sequence[int], server: ServerView) -> Tensor:
         """Choose a model for each participant; return the step to the mean of all chosen models.
 
-        The step is the mean minus the current version: float64, for all shared tensors.
-        participants: the clients that choose a model now, as row numbers in the server's cache of
-        models. All other clients keep the models that they chose before.
+        The step is float64 and has all shared tensors.
+        participants: the rows of the participants in the server's cache. All other clients keep the
+        models that they chose before.
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]

@@ -50,8 +50,8 @@ def server_direction(
     global_params: [d], the model x that the clients received.
     client_params: [m, d], the trained model y_i of each client.
     lr: the local learning rate eta_l.
-    num_steps: [m], the number K_i of each client's steps, above 0.
-    weights: float64 [m]; divided by their sum, they are p_i.
+    num_steps: [m], the number K_i of each client's steps.
+    weights: float64 [m], proportional to p_i, whose sum is 1.
     """
     factors = weights / weights.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)

@@ -65,9 +65,9 @@ class FedDecorr(Method):
     """A method that adds a penalty on the correlation between features.
 
     beta: the weight of the penalty.
-    variant: the source of the penalty: "paper" is the paper's equation, "authors" the authors'
-    code, and "fedbr" the tables of the FedBR paper. For n samples in a batch, "authors" is about n
-    times as large as "paper" and "fedbr". `decorrelation_penalty` has the formulas.
+    variant: the formula, from the paper's equation ("paper"), the authors' code ("authors"), or the
+    tables of the FedBR paper ("fedbr"). For n samples in a batch, "authors" is about n times as
+    large as "paper" and "fedbr".
     """
 
     name = "feddecorr"

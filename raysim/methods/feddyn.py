@@ -44,8 +44,7 @@ def regularised_gradient(
     grad: the gradient of the client's loss.
     params: the current parameters.
     received: the parameters that the client received.
-    correction: the client's state g_k.
-    alpha: the weight of the regularisation.
+    correction: the client's state.
     """
     return grad - correction + alpha * (params - received)
 
@@ -67,9 +66,8 @@ def updated_drift(
 ) -> Tensor:
     """Return the server's next drift: drift - (alpha * participants / clients) * mean_change.
 
-    drift: the drift h before this aggregation, [d].
+    drift: the drift before this aggregation, [d].
     mean_change: the mean update of the participants, [d].
-    participants: the number of participants.
     clients: the number of all clients.
     alpha: the weight of the regularisation.
     """

@@ -45,11 +45,10 @@ _BLOCK = 8192
 def extrapolation(mean_square: float, square: float, epsilon: float, minimum: float = 1.0) -> float:
     """Return FedExP's step size, max(minimum, mean_square / (2 (square + epsilon))).
 
+    The step size is `minimum` if square + epsilon is 0.
     mean_square: the weighted mean of the squared norms of the updates.
     square: the squared norm of the mean update.
-    epsilon: the constant that limits the step size. If square + epsilon is 0, the result is
-    `minimum`.
-    minimum: the smallest step size.
+    epsilon: limits the step size.
     """
     divisor = 2.0 * (square + epsilon)
     if not divisor:

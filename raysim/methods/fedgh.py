@@ -111,10 +111,10 @@ def harmonized_gradients(
 ) -> Tensor:
     """Remove the conflicts between updates; return the changed updates [m, d].
 
-    gradients: [m, d], the original updates. An update without conflicts does not change.
-    order: the pairs [i, j] of updates to test, in this order; None means (0, 1), (0, 2), ...,
+    gradients: [m, d], the original updates.
+    order: the pairs [i, j] of updates in the order of the tests; None means (0, 1), (0, 2), ...,
     (1, 2), ...
-    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
+    conflict_test: "original" tests the original updates, "current" the changed ones.
     """
     products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
@@ -144,8 +144,8 @@ def harmonized_aggregate(
 class FedGH(Method):
     """A server rule that removes conflicts between updates before they are averaged.
 
-    order: "lexicographic" takes the pairs (0, 1), (0, 2), ... by client number, "random" takes them
-    in random order.
+    order: "lexicographic" takes the pairs (0, 1), (0, 2), ... by client number, "random" takes a
+    random order.
     conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     granularity: "model" tests and changes whole updates, "tensor" each tensor separately.
     """
@@ -215,9 +215,8 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
-        Each vector is a weighted sum of the m updates. The arrays `a`, `direction` and the result
-        have the m weights of these sums.
-        overlap: the inner product of the two vectors of a pair, before one of them was changed.
+        Each vector is a sum of the m updates, given and returned as the m weights of the sum.
+        overlap: the inner product of the two vectors before one of them was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -326,10 +325,10 @@ class HierarchicalFedGH(Method):
     ) -> Tensor:
         """Return the sum of the clients' updates after their conflicts are removed, [d].
 
-        For each tensor of the model, `_harmonize_in_tree` adds up the updates of this tensor.
-        reference: the running mean of earlier aggregates, [d] for d trainable parameters. It
-        decides which two updates form a pair.
-        counts: the conflicts and projections are added to these numbers.
+        Each tensor of the model is treated separately.
+        reference: the running mean of earlier aggregates, [d]. It decides which two updates form a
+        pair.
+        counts: gets the numbers of conflicts and projections.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         mean_weight = sum(weights) / len(weights)

@@ -40,7 +40,7 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
 
     class_counts: [C], the client's samples n of each class.
     tau: the scale of the margins.
-    count_floor: counts below this number are replaced by it.
+    count_floor: the smallest count; smaller ones are raised to it.
     """
     counts = class_counts.double().clamp(min=count_floor)
     return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)
@@ -58,10 +58,9 @@ def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
 def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tensor:
     """Return the loss in the paper's form: mean_b -log(exp(u_by) / sum_{c != y} exp(u_bc)).
 
-    u are the logits minus the margins, and y is the label of sample b.
-    calibrated: u, [B, C].
-    labels: int64 [B].
-    has_several: a scalar bool tensor, True if two or more margins are finite; else the loss is 0.
+    calibrated: u, [B, C], the logits minus the margins.
+    labels: int64 [B], the label y of each sample b.
+    has_several: a scalar bool tensor; False returns 0, because fewer than two margins are finite.
     """
     true_class = labels.unsqueeze(1)
     without_true = calibrated.scatter(1, true_class, -torch.inf).logsumexp(dim=1)

@@ -96,11 +96,11 @@ def margin_control_penalty(
 def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the logits of each row times 1 - sigmoid(margin / temperature), [B, C].
 
-    The margin of a row is its label's logit minus the largest other logit. Gradients also flow
-    through this factor.
+    The margin is the logit of the row's label minus the largest other logit. Gradients flow through
+    this factor, too.
     logits: [B, C].
     labels: int64 [B].
-    temperature: a smaller value makes the factor fall faster with the margin.
+    temperature: a smaller value makes the factor fall faster.
     """
     factors = torch.sigmoid(-margins(logits, labels) / temperature)
     return factors.unsqueeze(1) * logits
@@ -108,10 +108,9 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return the mean cross-entropy of logits that are first multiplied by a factor for each row.
+    """Return the mean cross-entropy of logits times 1 - sigmoid(margin / temperature).
 
-    The factor is 1 - sigmoid(margin / temperature). The margin of a row is its label's logit minus
-    the largest other logit.
+    The margin of a row is the logit of the row's label minus the largest other logit.
     logits: [B, C].
     labels: int64 [B].
     temperature: a smaller value makes the factor fall faster with the margin.
@@ -190,8 +189,8 @@ class DampedMargin(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the cross-entropy of damped logits, which replaces the task loss `loss`.
 
-        The logits of each sample are multiplied by the factor 1 - sigmoid(margin / temperature).
-        The margin of a sample is its label's logit minus the largest other logit.
+        The logits of each sample are multiplied by 1 - sigmoid(margin / temperature). The margin is
+        the label's logit minus the largest other logit.
         """
         targets = out.batch.targets
         damped = damped_logits(out.logits, _heaviest_class(targets), self.temperature)

@@ -234,9 +234,8 @@ class FedMix(Method):
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
         """Store all clients' pairs (mean input, mean label) in `server.state`.
 
-        `server.state["inputs"]` gets the mean inputs, and `server.state["targets"]` the mean
-        labels. A pair has the same row in both tables.
-        parts: "inputs" and "targets", each a list with one array for each client.
+        A pair has the same row in the tables "inputs" and "targets".
+        parts: the lists "inputs" and "targets", each with one array for each client.
         """
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
@@ -245,9 +244,8 @@ class FedMix(Method):
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
         """Draw some of the received pairs (mean input, mean label) for each step of a job.
 
-        Return the row numbers of R pairs for each step, int64 [R]. Each pair has the same row
-        number in the tables of mean inputs and of mean labels. In a step, no pair is drawn twice.
-        With pairs="each", R is the size of the largest batch. With pairs="one", R is 1.
+        Return the row numbers of R different pairs for each step, int64 [R]. With pairs="each", R
+        is the size of the largest batch. With pairs="one", R is 1.
         """
         generator, pairs = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)
@@ -257,9 +255,8 @@ class FedMix(Method):
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
         """Return the batch with scaled inputs (FedMix) or mixed inputs (NaiveMix).
 
-        FedMix multiplies the inputs by 1 - lam and sets `requires_grad` on the result. NaiveMix
-        returns (1 - lam) times the inputs plus lam times the mean inputs, without `requires_grad`.
-        The mean inputs come from the step's pairs (mean input, mean label).
+        FedMix multiplies the inputs by 1 - lam; the result has `requires_grad`. NaiveMix also adds
+        lam times the mean inputs of the step's pairs, without `requires_grad`.
         """
         pair = self._fresh_pair(job, batch) if self.fresh else self._received_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
@@ -299,10 +296,10 @@ class FedMix(Method):
         return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
 
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return means of raw inputs and of their one-hot labels, as "inputs" and "targets".
+        """Return means of raw inputs and of one-hot labels, as "inputs" and "targets".
 
-        With pairs="each", the result has a row for each sample of the batch. With pairs="one", it
-        has a single row. Each row is a mean over samples of a randomly drawn client.
+        Each row is a mean over samples of a random client. There is a row for each sample of the
+        batch with pairs="each", and a single row with pairs="one".
         """
         if job.step == 0:  # draws the samples of all steps
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean

@@ -57,8 +57,7 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
     """Return the factor (sum_j p_j a_j / sum_j p_j) / a_i for each update i.
 
     The factors are exactly 1 if all a_i are equal.
-
-    weights: the weight p_i of each update; they need not sum to 1.
+    weights: the weight p_i of each update; the sum need not be 1.
     steps: the number a_i of effective steps of each update.
     """
     total = 0.0
@@ -76,10 +75,9 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 class FedNova(Method):
     """A server rule that normalises each update by its number of effective steps.
 
-    mu: the weight of the proximal term that FedProx adds to the local loss. If the run has FedProx,
-    give mu the value of `method.fedprox.mu`. 0 means that the local loss has no proximal term.
-    FedNova does not add this term; it only computes how the term changes the number of effective
-    steps.
+    mu: the weight of FedProx's proximal term, which changes the number of effective steps; 0 for a
+    run without this term. FedNova does not add the term: with FedProx, give mu the value of
+    `method.fedprox.mu`.
     """
 
     name = "fednova"

@@ -49,11 +49,10 @@ def fedavgm_step(
 ) -> dict[str, Tensor]:
     """Return "params" and "momentum_buffer" after a step of server momentum; all tensors are [D].
 
-    params: the parameters of the current version.
+    params: the current version.
     delta: the mean update, which points towards improvement.
-    momentum_buffer: the momentum u before the step.
-    server_lr: the server's learning rate eta.
-    momentum: the factor beta of the momentum.
+    momentum_buffer: the momentum before the step.
+    momentum: the factor of the momentum.
     nesterov: True uses Nesterov's momentum.
     """
     step, buffer = torch.empty_like(params), momentum_buffer.clone()
@@ -73,10 +72,9 @@ def fedadagrad_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedAdagrad step, all [D].
 
-    params: the parameters of the current version.
+    params: the current version.
     delta: the mean update, which points towards improvement.
-    first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
-    server_lr: the server's learning rate eta.
+    first_moment, second_moment: the moments m and v before the step.
     beta1: the factor on the old first moment.
     tau: the constant that is added to the root of the second moment.
     """
@@ -239,7 +237,7 @@ class FedAvgM(Method):
 class _Adaptive(Method):
     """The base class of FedAdagrad, FedAdam and FedYogi.
 
-    The server stores two moments: one of the updates, and one of their squares.
+    The server stores moments of the updates and of their squares.
     server_lr: the server's learning rate eta.
     tau: the constant that is added to the root of the second moment.
     """
@@ -326,8 +324,7 @@ class FedAdam(_Decaying):
     beta1: the factor on the old first moment.
     beta2: the factor on the old second moment.
     tau: the constant that is added to the root of the second moment.
-    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
-    Adam does.
+    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as in TensorFlow.
     """
 
     name = "fedadam"

@@ -60,9 +60,8 @@ if TYPE_CHECKING:
 class Statistics(TypedDict):
     """Statistics of the D features of a client's samples.
 
-    variance: how uncertain `weighted_means` is: the sum of the estimated variances of its entries.
-    weighted_means: the mean features of each class times the share of the samples that are in this
-    class, [C, D].
+    variance: the sum of the estimated variances of the entries of `weighted_means`.
+    weighted_means: the mean features of each class times the class's share of the samples, [C, D].
     class_means: the mean features of each class, [C, D]; zeros for a class without samples.
     class_counts: the number of samples of each class, int64 [C].
     """
@@ -108,10 +107,10 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each class's sum of features [C, D] and number of rows [C], and a sum of squares.
 
-    The sum of squares is a scalar: the sum of all squared entries of `features`.
+    The sum of squares is a scalar over all entries of `features`.
     features: [B, D].
     labels: the class of each row, int64 [B].
-    num_classes: the number C of classes.
+    num_classes: C.
     """
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
@@ -123,10 +122,9 @@ def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, T
 def aggregate_prototypes(*, class_means: Tensor, class_counts: Tensor) -> dict[str, Tensor]:
     """Return each class's prototype: the mean of the clients' class means, weighted by samples.
 
-    The result has "prototypes" [C, D], and "present", bool [C]: False for classes without samples.
-
     class_means: [m, C, D], the class means of m clients.
-    class_counts: [m, C], the number of samples that each client has of each class.
+    class_counts: [m, C], the samples of each client and class.
+    Return "prototypes" [C, D], and "present", bool [C]: False for classes without samples.
     """
     counts = class_counts.double()
     total = counts.sum(0)
@@ -146,9 +144,8 @@ def feature_alignment_loss(
 ) -> Tensor:
     """Return the mean squared distance of `features` [B, D] to the prototypes of their classes.
 
-    The global prototype of a class is used if it is present, else the local one. A class with
-    neither contributes 0 to the mean over the batch.
-
+    The local prototype of a class is used if the global one is not present. A class with neither
+    contributes 0.
     labels: int64 [B].
     global_prototypes, local_prototypes: [C, D].
     global_present, local_present: bool [C].
@@ -177,8 +174,7 @@ def classifier_combination_weights(
 def _coordinates(weighted_means: Tensor) -> Tensor:
     """Return one point for each of m participants, float64 [m, k] with k at most m.
 
-    The distance between two points is the distance between the weighted means [C, D] of these two
-    participants. Computations with points of few coordinates are fast.
+    The distance between two points is the distance between the participants' weighted means.
     weighted_means: [m, C, D].
     """
     flat = weighted_means.double().flatten(1)
@@ -197,11 +193,11 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
     """Return the weights a, float64 [m], that minimise a^T P a, with a_j >= 0 and sum 1.
 
-    P is the matrix diag(variances) + offsets offsets^T. If P has a 0 in its diagonal, a participant
-    with such an entry has the weight 1.
+    P is the matrix diag(variances) + offsets offsets^T. A participant with a 0 in P's diagonal has
+    the weight 1.
     variances: [m].
     offsets: [m, k].
-    preferred: the participant that gets the weight 1 if several have a 0 in the diagonal.
+    preferred: the participant that gets the weight 1 if several have a 0.
     """
     # With A^T A = P, let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b).
     diagonal = variances + offsets.square().sum(1)
@@ -222,11 +218,10 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
     """Return the number of a job's first steps that train the head.
 
-    They make `head_epochs` passes over the client's samples, but are at most head_epochs /
-    (head_epochs + 1) of all steps.
+    These steps make `head_epochs` passes over the client's samples, but at most head_epochs /
+    (head_epochs + 1) of all steps train the head.
     sizes: the number of samples in each batch of the job.
     samples: the number of the client's samples.
-    head_epochs: the number of epochs that train the head.
     """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.
@@ -306,9 +301,7 @@ class FedPAC(Method):
         """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
         The key is the setting that the run uses. The value is the run's value, but at least
-        head_epochs + 1. This minimum is a number of epochs for local.epochs, and a number of steps
-        for local.steps. With it, a job trains both the head and the extractor.
-        local: the run's settings of local training.
+        head_epochs + 1, so that a job trains both the head and the extractor.
         """
         key, budget = _local_work(local)
         return {key: max(budget, self.head_epochs + 1)}
@@ -378,9 +371,8 @@ class FedPAC(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a job minus that of plain training, as a number of trained samples.
 
-        Two forward passes over the client's samples measure statistics; a forward pass of a sample
-        costs a third of a trained sample. A step that trains the head also costs only a third,
-        because it has no backward pass through the extractor.
+        Statistics need two forward passes over the client's samples; a forward pass costs a third
+        of a trained sample. Steps that train the head also cost only a third.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

@@ -50,7 +50,6 @@ def class_means(
 
     A class without samples has zeros.
     batches: the features [B, d] and the labels int64 [B] of each batch.
-    num_classes: the number C of classes.
     """
     sums, counts = [], []
     for features, labels in batches:
@@ -67,12 +66,11 @@ def class_means(
 def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
     """Return the batch mean of |h - p|^2 / d for features h [d] and the prototype p of their class.
 
-    Samples of classes without a prototype add 0 to the mean over the batch.
-
+    Samples of classes without a prototype add 0 to the mean.
     features: [B, d].
     labels: int64 [B].
     prototypes: [C, d].
-    present: bool [C], True for the classes that have a prototype.
+    present: bool [C], True for classes with a prototype.
     """
     has_prototype = present[labels].unsqueeze(1).to(features.dtype)
     distance = (features - prototypes[labels]) * has_prototype
@@ -84,10 +82,9 @@ def nearest_prototype_head(
 ) -> tuple[Tensor, Tensor]:
     """Return weight [C, d] and bias [C] of a linear head that predicts the nearest prototype.
 
-    For a prototype c and features h, |h - c|^2 = |h|^2 - (2 h.c - |c|^2). So the nearest prototype
-    has the largest logit 2 h.c - |c|^2.
-    prototypes: the prototype c [d] of each class; a class without one is never predicted.
-    num_classes: the number C of classes.
+    For features h and a prototype c, the logit is 2 h.c - |c|^2.
+    prototypes: the prototype c [d] of each class; a class without a prototype is never predicted.
+    num_classes: C.
     """
     example = next(iter(prototypes.values()))
     weight = example.new_zeros(num_classes, len(example))

@@ -56,9 +56,8 @@ class FedProx(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Add the gradient of the proximal term to `grad`, in place.
 
-        Gradients of stages without the task loss do not change.
-        grad: the gradient of the stage's loss with respect to the parameters `job.params[at]`.
-        at: the positions of these parameters in the vector.
+        Nothing is added in a stage without the task loss.
+        grad: the gradient of the loss with respect to `job.params[at]`.
         """
         if self.mu and job.stage.has_task_loss:
             grad += proximal_gradient(job.params[at], job.start[at], self.mu)

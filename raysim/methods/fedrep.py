@@ -51,7 +51,7 @@ class FedRep(Method):
     mode: "alternate" (FedRep) trains the head before the extractor; "joint" (FedPer) trains both
     together and ignores the numbers of epochs.
     head_epochs: the number of epochs that train the head.
-    body_epochs: the number of epochs that train the extractor, after the head.
+    body_epochs: the number of epochs that train the extractor.
     """
 
     name = "fedrep"

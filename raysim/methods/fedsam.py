@@ -97,13 +97,11 @@ class FedSAM(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient at a nearby point with a higher loss, [n].
+        """Return the gradient at params + shift, a nearby point with a higher loss, [n].
 
-        This point is params + shift, with the shift from `adaptive_shift` or `sharpness_shift`.
         params: the parameters that the step trains, [n].
         grad: the gradient at `params`, [n].
-        gradient_at: function that returns the gradient at params + shift for a shift [n], on the
-        same batch.
+        gradient_at: returns the gradient at params + shift for a shift [n], on the same batch.
         """
         if self.adaptive:
             return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))

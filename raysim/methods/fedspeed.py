@@ -90,24 +90,19 @@ class FedSpeed(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return a mixture of `grad` and the gradient at params + rho * grad, [n].
+        """Return (1 - alpha) grad + alpha g, where g is the gradient at params + rho * grad, [n].
 
-        `grad` has the weight 1 - alpha, and the gradient at params + rho * grad has the weight
-        alpha.
         params: the parameters that the step trains, [n].
         grad: the gradient at `params`, [n].
-        gradient_at: function that returns the gradient at params + shift for a shift [n], on the
-        same batch.
+        gradient_at: returns the gradient at params + shift for a shift [n], on the same batch.
         """
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the proximal term's gradient to `grad`, and subtract the client's correction.
+        """Add the proximal term's gradient to `grad` in place; subtract the client's correction.
 
         The proximal term pulls the model towards the received one.
-        grad: the gradient of the loss with respect to the parameters `job.params[at]`. Both changes
-        are made in place.
-        at: the positions of these parameters in the vector.
+        grad: the gradient of the loss with respect to `job.params[at]`.
         """
         grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)
         grad -= job.state["correction"][at]

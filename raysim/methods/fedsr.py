@@ -77,12 +77,11 @@ def conditional_information_penalty(
 class Gaussian(Classifier):
     """A classifier whose features are drawn from N(mu, sigma^2) in training.
 
-    In evaluation `features` returns mu, and `forward` averages the predictions of `samples` draws.
-    All evaluations use the same draws.
-    base: the classifier whose extractor is used; a new linear layer maps the extractor's features
-    to mu and sigma. The head of `base` is not used.
-    width: the number Z of features.
-    samples: the number of draws in evaluation.
+    In evaluation, `features` returns mu, and `forward` averages the predictions of `samples` draws,
+    which never change.
+    base: the classifier whose extractor is used. A new linear layer computes mu and sigma from the
+    extractor's features.
+    width: the number of features.
     """
 
     # Training draws from torch's generator; see `is_stochastic`.
@@ -113,9 +112,8 @@ class Gaussian(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for x, [B, C]: logits in training, log probabilities in evaluation.
 
-        In training, the logits are those of one draw of the features from N(mu, sigma^2). In
-        evaluation, the softmax is averaged over `samples` draws of the features. The result is the
-        logarithm of this average.
+        Training draws the features once. Evaluation averages the softmax over `samples` draws of
+        the features, and returns the logarithm.
         """
         if self.training:
             return super().forward(x)
@@ -236,10 +234,10 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean mu and the standard deviation sigma of the features, each [B, Z].
+    """Return the mean and the standard deviation of the features, each [B, Z].
 
-    features: [B, Z], a tensor from `Gaussian.features`, whose attribute `moments` is the pair (mu,
-    sigma). Also allowed is a slice with the first B rows of such a tensor.
+    features: [B, Z], a tensor from `Gaussian.features`, or the first B rows of such a tensor as a
+    slice.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]

@@ -82,8 +82,8 @@ class FlexLoRA(Method):
     """A method that averages the products of adapters' factors, and splits the mean into factors.
 
     ranks: the ranks of the clients' adapters. None gives all clients model.lora.rank. From a list,
-    each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
-    {phone_low: 2, tablet: 8}.
+    each client draws its rank. A mapping has a rank for each kind of device, such as {phone_low: 2,
+    tablet: 8}.
     """
 
     name = "flexlora"

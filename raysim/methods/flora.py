@@ -65,8 +65,8 @@ class FLoRA(Method):
     """A method that adds the product of the stacked factors to the frozen weights.
 
     ranks: the ranks of the clients' adapters. None gives all clients model.lora.rank. From a list,
-    each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
-    {phone_low: 2, tablet: 8}.
+    each client draws its rank. A mapping has a rank for each kind of device, such as {phone_low: 2,
+    tablet: 8}.
     """
 
     name = "flora"
@@ -93,11 +93,9 @@ class FLoRA(Method):
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
         """Declare which floats do not travel, so that traffic and virtual time leave them out.
 
-        A client receives the stacked factors of the last aggregation, and sends its own factors.
-        The frozen weights do not travel. With version 0, a client receives no factors.
-
-        ranks: the ranks of all clients.
-        sizes: for each layer with an adapter, the number of floats of its weight.
+        A client receives the stacked factors of the last aggregation (none with version 0), and
+        sends its own factors.
+        sizes: for each layer with an adapter, the number of floats of the weight.
         """
         mean_rank = float(ranks.of_client.mean())
         stack = 0
@@ -178,10 +176,8 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 def _advise_other_layers(run: Setup, left_out: Adapter) -> str:
     """Return the end of an error: advice to give no adapter to the layer of `left_out`.
 
-    It names an override, such as "model.lora.layers=c_attn+c_proj". A layer is named by the last
-    part of its full name. The override has all names of layers with adapters, except that of
-    `left_out`. If there is no other name, the advice has no override.
-    left_out: an adapter of the model.
+    The advice names an override with the other layers, such as "model.lora.layers=c_attn+c_proj".
+    The override is missing if no other name is left.
     """
     names = dict.fromkeys(adapter.layer.rpartition(".")[2] for adapter in find_adapters(run.model))
     del names[left_out.layer.rpartition(".")[2]]
@@ -208,8 +204,8 @@ def _weight_slices(layout: Layout) -> list[slice]:
 def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
     """Return the mean change of the shared float buffers, such as BatchNorm's statistics.
 
-    The change is the weighted mean of the clients' buffers minus the server's buffers. It is a flat
-    vector with an entry for each float of the shared buffers, in the order of `server.vector`.
+    The change is the weighted mean of the clients' buffers minus the server's buffers: a flat
+    vector in the order of `server.vector`.
     """
     trained, total = server.layout.trained, float(sum(aggregation.weights))
     step = torch.zeros_like(server.vector[trained:])

@@ -159,8 +159,9 @@ def class_prototype_ema(
 ) -> Tensor:
     """Return prototypes [C, D] moved towards the mean features of their class in a batch.
 
+    The prototype of a class without a sample does not change.
     features: [B, D].
-    labels: int64 [B]. The prototype of a class without a sample does not change.
+    labels: int64 [B].
     momentum: the share of the mean features in the result, from 0 to 1.
     """
     # Features may have a dtype with fewer digits than prototypes.
@@ -174,8 +175,8 @@ def class_prototype_ema(
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
     """Return the labels of one step, int64 [batch_size], which cycle through all classes.
 
-    They are c, c + 1, ..., C - 1, 0, 1, ..., with C = `num_classes`. The first label c is (step *
-    batch_size) modulo C, so each step continues the cycle of the previous step.
+    The first label is (step * batch_size) modulo `num_classes`, so a step continues the cycle of
+    the previous step.
     step: the number of the step, from 0.
     """
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
@@ -308,8 +309,8 @@ class FRAug(Method):
     def _check(self, run: Setup) -> None:
         """Raise an error unless the run's settings fit FRAug.
 
-        FRAug needs at least 2 samples in a batch and a linear head. If a ramp depends on the number
-        of rounds, this number must be known. A model without BatchNorm only gives a warning.
+        FRAug needs batches of 2 samples or more, a linear head, and the number of rounds if a ramp
+        depends on it. A model without BatchNorm only gives a warning.
         """
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
@@ -346,9 +347,8 @@ class FRAug(Method):
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Return the names of the BatchNorm tensors that stay on the client.
 
-        The BatchNorm tensors of the model always stay, as in FedBN. The generator's BatchNorm
-        tensors stay only if generator_norm is "local".
-        networks: all networks of the run, by name.
+        The model's tensors always stay, as in FedBN. The generator's tensors stay only with
+        generator_norm="local".
         """
         names = batchnorm_names("model", networks["model"])
         if self.use_generator and self.generator_norm == "local":
@@ -377,9 +377,8 @@ class FRAug(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
-        The unit is the training of one sample; a forward pass costs a third of it. The cost of
-        generator and RTNet is estimated by their share of the parameters. This estimate is too high
-        if the model has convolutions, because convolutions use each parameter many times.
+        The unit is the training of one sample. The cost of generator and RTNet is estimated by
+        their share of the parameters, which is too high if the model has convolutions.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -439,9 +438,8 @@ class FRAug(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Update the prototypes, and return the classifier's loss, which replaces `loss`.
 
-        The result is the cross-entropy of the real features, mixed with the cross-entropy of the
-        synthetic features (`classification_loss`). While the weight of the synthetic features is 0,
-        only the real features count.
+        The loss mixes the cross-entropy of real features with that of synthetic features. While the
+        weight of the synthetic features is 0, only the real features count.
         """
         real, labels = out.features.detach(), out.batch.targets
         self._move_prototypes(job, real, labels)
@@ -476,9 +474,8 @@ class FRAug(Method):
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return the loss of RTNet for two batches of synthetic features.
 
-        The first batch is class prototypes plus RTNet's outputs. The second batch is real features
-        plus RTNet's outputs. As in the authors' code, RTNet's BatchNorm normalises the two batches
-        separately, in this order.
+        RTNet's outputs are added to class prototypes (first batch) and to real features (second
+        batch). As in the authors' code, RTNet's BatchNorm normalises the batches separately.
         """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")
@@ -494,12 +491,11 @@ class FRAug(Method):
     def end(self, job: LocalJob) -> None:
         """Report three means over the job's steps, which become columns of the history.
 
-        If beta is 0, the classifier has no synthetic features, and nothing is reported.
-
         - "real_norm": the norm of real features.
-        - "generated_norm": the norm of the generator's features, from which RTNet then makes
-          synthetic features. It is missing with use_generator=False.
+        - "generated_norm": the norm of the generator's features; missing with use_generator=False.
         - "synthetic_accuracy": the share of synthetic features that the head classifies correctly.
+
+        Nothing is reported while the classifier gets no synthetic features.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
@@ -543,14 +539,13 @@ class FRAug(Method):
     def _synthetic(
         self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: float
     ) -> Tensor:
-        """Return synthetic features [2B, D], made around real features and around prototypes.
+        """Return synthetic features [2B, D]: anchors + strength * RTNet(source, labels).
 
-        They are anchors + strength * RTNet(source, labels). With use_rtnet=False they are (1 -
-        strength) * anchors + strength * source.
+        With use_rtnet=False, return (1 - strength) * anchors + strength * source.
         anchors: [2B, D], first the real features, then the prototypes.
         source: [2B, ...], RTNet's input, from `_source`.
         labels: int64 [2B], the class of each row.
-        strength: the factor on RTNet's output, rho in the paper.
+        strength: rho in the paper.
         """
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
@@ -575,8 +570,7 @@ def _noise(job: LocalJob, out: Outputs) -> Tensor:
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:
     """Return the features [B, D] that the model computes for the real batch, in eval mode.
 
-    They are computed once for each batch, after the optimizer step that trains the classifier. The
-    steps of generator and RTNet use the same features.
+    They are computed once for each batch, after the optimizer step that trains the classifier.
     """
     features = job.model.features
     return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
@@ -592,10 +586,9 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
     """Add a step's mean norms and accuracy to the job's sums, and count the step.
 
-    `FRAug.end` divides these sums by the number of steps.
     real: [B, D], the real features.
-    generated: [2B, ...], the features from the generator, or the noise if there is no generator.
-    is_correct: bool [2B], True for each row of synthetic features whose class the head predicts.
+    generated: [2B, ...], the features from the generator; without a generator, the noise.
+    is_correct: bool [2B], True for synthetic features whose class the head predicts.
     """
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
     correct = is_correct.to(real.dtype).mean()

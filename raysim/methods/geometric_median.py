@@ -50,9 +50,9 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 class GeometricMedian(Method):
     """A server rule that uses the geometric median of the updates.
 
-    steps: the number of iterations of Weiszfeld's algorithm, which starts from the weighted mean;
-    with 0 the result is this mean.
-    nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
+    steps: the number of iterations of Weiszfeld's algorithm, which starts from the weighted mean; 0
+    returns this mean.
+    nu: the smallest distance to the median in the formula; a smaller one counts as nu.
     """
 
     name = "geometric_median"

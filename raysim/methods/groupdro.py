@@ -62,16 +62,16 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
     """Add step_size * loss to the logarithm of each participant's weight.
 
-    log_weights: [N], the logarithms of all clients' weights, changed in place and returned. They
-    are not normalised, so that the cost depends on the number of participants only.
+    log_weights: [N], the logarithms of all clients' weights, changed in place and returned; not
+    normalised.
     losses: [M], the losses of the participants.
-    indices: int64 [M], the numbers of the participants; a client may be there twice.
+    indices: int64 [M], the participants; a client may be there twice.
     """
     return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))
 
 
 class GroupDRO(Method):
-    """A server rule that gives clients with a high loss more weight, growing exponentially.
+    """A server rule that gives clients with a high loss more weight.
 
     step_size: eta_q. After a round with loss l, a client's weight is multiplied by exp(eta_q l).
     batches: a client's loss is the loss of the "first" batch, or the mean loss of "all" batches.

@@ -176,10 +176,10 @@ class HetLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each update's weight by the norm of the client's products B A.
+        """Multiply each update's weight by the norm of the client's products B A over all adapters.
 
-        The norm (`product_norm`) is over the adapters of all layers of the trained model. It is
-        divided by its mean over the participants. If this mean is 0, the weights do not change.
+        The norms are first divided by their mean over the participants. If this mean is 0, the
+        weights do not change.
         """
         norms = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):

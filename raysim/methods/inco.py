@@ -79,9 +79,8 @@ def cross_layer_gradient(
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
     """Return the update of a layer as n rows of k values, [n, k].
 
-    Each row is mixed with the same row of another layer, separately from all other rows. A row is a
-    kernel. With granularity="tensor", or if kernels are 1x1, there is one row, the whole tensor. If
-    `values` is contiguous, the result shares its memory.
+    A row is a kernel. With granularity="tensor" or 1x1 kernels, the single row is the whole tensor.
+    The result shares the memory of contiguous `values`.
     """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:
@@ -228,8 +227,7 @@ class InCo(Method):
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Mix mean updates of shallow tensors into those of deeper tensors; return the result.
 
-        `source_parameters` chooses the pairs of tensors. A shallow tensor is never a deeper tensor
-        of another pair, so the order of the pairs does not matter.
+        `source_parameters` chooses the pairs of tensors; their order does not matter.
         direction: [layout.trained], the mean update, changed in place.
         """
         entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]

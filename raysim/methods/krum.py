@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 def scores(distances: Tensor, byzantine: int) -> Tensor:
     """Return the score of each of n updates, [n]: the sum of its smallest squared distances.
 
+    The sum is over the n - byzantine - 2 closest updates, but at least one.
     distances: [n, n], the squared distances between the updates.
-    byzantine: the assumed number of arbitrary updates. A score counts the n - byzantine - 2 updates
-    that are closest, but at least one.
+    byzantine: the assumed number of arbitrary updates.
     """
     count = len(distances)
     to_others = distances.clone().fill_diagonal_(torch.inf)

@@ -1,8 +1,7 @@
 """Functions for methods with special rules for the factors A and B of adapters.
 
-They find the factors in a vector and give clients different ranks. `raysim/models/lora.py`
-describes the factors. A client of rank r receives, trains and sends the first r rows of A and
-columns of B. In the vector, its other rows and columns are 0.
+A client of rank r receives, trains and sends the first r rows of A and columns of B. All later rows
+and columns are 0 in the client's vector. `raysim/models/lora.py` describes the factors.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ class Factors:
 
     a: the slice of A, a matrix [rank, columns].
     b: the slice of B, a matrix [rows, rank].
-    rank: the rank of the adapter.
     rows, columns: the size of the product B A.
     """
 
@@ -121,9 +119,9 @@ def find_factors(layout: Layout) -> tuple[Factors, ...]:
 def check_ranks(key: str, ranks: Ranks) -> Ranks:
     """Return a copy of a method's setting `ranks`, after a check.
 
-    Raise ValueError if it is empty, or if a rank is not an integer of 1 or more.
     key: the key of the setting, such as "method.flora.ranks".
     ranks: a list of ranks, a rank for each kind of device, or None.
+    Raise ValueError if `ranks` is empty or a rank is not a positive integer.
     """
     if ranks is None:
         return None
@@ -149,8 +147,8 @@ def require_sharing(run: Setup) -> None:
 def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> ClientRanks:
     """Send each job its client's rank; return the ranks of the clients.
 
-    ranks: a rank for each kind of device in the fleet; or a list, from which each client draws one
-    with equal probability; None sends nothing and gives every client the rank of the adapters.
+    ranks: a rank for each kind of device, or a list from which each client draws a rank. None sends
+    nothing and gives every client the rank of the adapters.
     """
     sizes = [
         (len(run.model.get_parameter(adapter.a)), _floats_per_rank(run, adapter))
@@ -212,8 +210,7 @@ def _ranks_of_clients(run: Setup, key: str, ranks: Sequence[int] | Mapping[str, 
     """Return the rank of each client, int64 [clients].
 
     key: the key of the method's setting `ranks`, for errors.
-    ranks: a list, from which each client draws one with equal probability; or a rank for each kind
-    of device in the fleet.
+    ranks: a list from which each client draws a rank, or a rank for each kind of device.
     """
     if not isinstance(ranks, Mapping):
         places = stream(run.seed, "lora.ranks").integers(len(ranks), size=run.task.clients)
@@ -251,12 +248,10 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
 
 
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
-    """Tell raysim to skip the hooks `begin` and `gradient` in a run in which they do nothing.
+    """Skip the hooks `begin` and `gradient` in a run in which they do nothing.
 
-    `begin` does nothing if `ranks` is None. `gradient` does nothing if `ranks` is None, or if no
-    other method of the run changes gradients.
-    ranks: the setting `ranks` of FLoRA, FlexLoRA or HetLoRA; None gives all clients the rank of the
-    model.
+    `gradient` is also skipped if no other method of the run changes gradients.
+    ranks: the setting `ranks` of FLoRA, FlexLoRA or HetLoRA. None skips both hooks.
     """
     if ranks is None:
         run.skip("begin")
@@ -265,10 +260,10 @@ def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
 
 
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
-    """Return a mask of the parameters that a client of this rank trains, [layout.trained].
+    """Return a mask [layout.trained] of the parameters that a client of this rank trains.
 
-    In each adapter, the client trains the first `rank` rows of A and columns of B. The mask is 0
-    for all later rows and columns, and 1 for all other trained parameters.
+    The mask is 0 for all rows of an adapter's A and columns of B after the first `rank`, and 1 for
+    all other trained parameters.
     """
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
     for factors in find_factors(job.layout):
@@ -281,8 +276,8 @@ def rank_mask(job: LocalJob, rank: int) -> Tensor:
 def truncate(job: LocalJob, rank: int) -> None:
     """Reduce all adapters of the job's start model to `rank`.
 
-    The first `rank` rows of A and columns of B of each adapter do not change. All later rows of A
-    and columns of B become 0. The mask from `rank_mask` is stored in `job.scratch["mask"]`.
+    Rows of A and columns of B after the first `rank` become 0. The mask from `rank_mask` is stored
+    in `job.scratch["mask"]`.
     """
     mask = rank_mask(job, rank)
     start = job.start.clone()
