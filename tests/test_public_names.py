@@ -109,11 +109,11 @@ def is_private_module(name: str) -> bool:
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
     """Return whether a dotted path has a private name after the imported name.
 
-    In packages of `STRICT`, names with a single leading underscore are private; elsewhere only
-    "_internal" and "_private".
+    In packages of `STRICT`, names with a single leading underscore are private. In other packages,
+    only "_internal" and "_private" are private.
 
     names: the dotted path of each imported name.
-    path: an imported name with attributes, such as "ray.util.get".
+    path: an imported name and the attributes after it.
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
@@ -218,8 +218,8 @@ class Scopes:
 def is_own(node: ast.AST, tree: ast.AST) -> bool:
     """Return whether an expression certainly is an object of a class that the file defines.
 
-    Such are `self`, `cls`, variables to which the file only assigns new instances of its classes,
-    and the attributes of all these.
+    True for `self`, for `cls`, for a variable to which the file assigns only new instances of these
+    classes, and for an attribute of such a variable.
 
     tree: the syntax tree of the file.
     """
@@ -274,8 +274,8 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
     """Return whether an expression is the dictionary of another package's names.
 
-    It is for `sys.modules`. So are `vars(x)` and `x.__dict__`, unless x certainly is an object of a
-    class that the file defines.
+    True for `sys.modules`. Also true for `vars(x)` and `x.__dict__`, unless x certainly is an
+    object of a class that the file defines.
 
     tree: the syntax tree of the file.
     """

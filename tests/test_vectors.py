@@ -33,8 +33,9 @@ RULES = rules() if SCRIPT.is_file() else None
 def every_block() -> list[dict[str, Any]]:
     """Return the contents of all files with test vectors.
 
-    An entry has a function's name and cases, which are pairs of stored arguments and result. The
-    list is empty if RAYSIM_SHARED names no folder with `check_vectors.py`.
+    An entry has the name and the cases of one function; a case is a pair of stored arguments and
+    result. The list is empty unless the environment variable RAYSIM_SHARED names a folder with
+    `check_vectors.py`.
     """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]

@@ -180,8 +180,8 @@ def make_server(
 ) -> Server:
     """Return a server with these methods, for tests that need no neural network.
 
-    vector, counters: the initial model: parameters and integer buffers in the order of the layout.
-    counts: for each client, its number of training samples.
+    vector, counters: the initial parameters and integer buffers, in the order of the layout.
+    counts: the number of training samples of each client.
     others, settings: further arguments of `Server`.
     """
     networks = {"model": nn.Sequential()}
@@ -330,8 +330,8 @@ class ShiftedGradient(Method):
     """A method that computes a second gradient in each step, with all parameters set to one number.
 
     shift: this number.
-    take: True: the step uses the second gradient. False: the step uses the usual gradient.
-    seen: for each step: its stage, the parameters, the usual gradient and the second gradient.
+    take: True makes the step with the second gradient, False with the usual one.
+    seen: for each step, the stage, the parameters, the usual and the second gradient.
     """
 
     name = "asking"

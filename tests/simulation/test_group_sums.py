@@ -98,7 +98,7 @@ def run_on_nodes(
     """Make a run whose workers are on several nodes; return the run and its `Nodes` object.
 
     nodes: for each worker, the number of its node.
-    least: the number of model parameters from which nodes add up updates.
+    least: nodes add up updates only if the model has at least this many parameters.
     """
     runtime = Nodes(spec, nodes, least)
     return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), runtime
@@ -131,7 +131,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     """No node adds up updates if the model is small, or if all workers are on one node.
 
     nodes: for each worker, the number of its node.
-    least: the number of model parameters from which nodes add up updates.
+    least: nodes add up updates only if the model has at least this many parameters.
     """
     result, runtime = run_on_nodes(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits

@@ -1,7 +1,7 @@
 """Test that a run on Ray has the same results as a run in one process.
 
-Both runs start from weights in a file. Final parameters, best models and histories are compared,
-with scores of unseen clients.
+Both runs start from weights in a file. The test compares final parameters, best models and
+histories, which include scores of unseen clients.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class Clusters:
 
 
 def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
-    """Let each client train the model with the smallest loss; average each model over its clients.
+    """Run IFCA: clients train the model that has the smallest loss on their training samples.
 
-    Before each job, a client computes the loss of all models on its training samples.
-    starts: for each cluster, the initial tensors of its model.
+    The server averages each model over the clients that trained it.
+    starts: for each cluster, the initial tensors of the cluster's model.
     """
     models = [detach(start) for start in starts]
     shares: list[list[float]] = [[] for _ in models]
@@ -106,11 +106,9 @@ def flat(p: Mapping[str, Tensor]) -> Tensor:
 def best_bipartition(updates: Sequence[Tensor]) -> tuple[set[int], float]:
     """Split the updates into two groups that are as different as possible.
 
-    Let c be the largest cosine similarity between two updates of different groups. The chosen split
-    has the smallest c.
+    The split minimises c, the largest cosine similarity between updates of different groups.
 
-    Return two values. The first is the group that does not contain updates[0], as a set of
-    positions in `updates`. The second is c.
+    Return the group without updates[0], as positions in `updates`, and c.
     """
     best: tuple[float, set[int]] = (math.inf, set())
     places = range(len(updates))

@@ -78,11 +78,9 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
 def batches(seed: int, own: Any, job: Job, has_batchnorm: bool) -> Iterator[Any]:
     """Yield the positions of each batch's samples among the client's samples, for one job.
 
-    seed: the seed of the run.
     own: the settings local.*.
-    has_batchnorm: whether the model has BatchNorm, which cannot normalise a batch of one sample. It
-    matters only for sampling without replacement. True: a batch of one sample is left out, unless
-    it is the first batch of a pass.
+    has_batchnorm: whether the model has BatchNorm. If so, sampling without replacement leaves out a
+    batch of one sample, unless it is the first batch of a pass.
     """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0

@@ -1,8 +1,8 @@
 """DiLoCo (2023), asynchronous DiLoCo (2024) and Streaming DiLoCo (2025), in PyTorch.
 
-Clients use torch.optim.AdamW. A client's next job continues with AdamW's state. The gradient of the
-server is the negated mean update. The server's optimizer is torch.optim.SGD with Nesterov's
-momentum, or the delayed Nesterov update of asynchronous DiLoCo.
+Clients use torch.optim.AdamW, and a client's next job continues with AdamW's state. The server's
+gradient is the negated mean update. The server uses torch.optim.SGD with Nesterov's momentum, or
+the delayed Nesterov update.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
 def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
     """Compute a run in which clients train with AdamW, and `rule` makes the server's step.
 
-    Return the server's final model, and the state of each client's AdamW as client state.
-    rule(x, update): the next parameters, from the current parameters x and the mean update. The
-    arguments and the result are vectors of all parameters.
+    Return the server's final model, and each client's AdamW state as client state.
+    rule(x, update): the next parameters, from the current parameters x and the mean update, all as
+    vectors.
     """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     for jobs in world.rounds:

@@ -67,8 +67,8 @@ def dp_fedavg(
 def epsilon_poisson(z: float, q: float, rounds: int, delta: float) -> float:
     """Return the epsilon of (epsilon, delta)-privacy after some rounds with Poisson sampling.
 
-    Renyi divergences: Mironov, Talwar and Zhang 2019, eq. 3 at whole orders a. Conversion to
-    epsilon: Canonne, Kamath and Steinke 2020, Proposition 12.
+    Renyi divergences: Mironov, Talwar and Zhang 2019, eq. 3. Conversion to epsilon: Canonne, Kamath
+    and Steinke 2020, Proposition 12.
     z: the noise multiplier.
     q: the probability that a client is in a round.
     """

@@ -1,8 +1,7 @@
 """FedALA: Zhang et al. 2023, Algorithm 1, for the head or for the whole model.
 
-Symbols: x, the received parameters; y', the parameters that the client trained in its last job; W,
-weights that the client learns. W has a number from 0 to 1 for each parameter. A job starts from the
-mixture y' + (x - y') W.
+x: the received parameters. y': the client's parameters after its last job. W: learned weights, a
+number from 0 to 1 for each parameter. A job starts from the mixture y' + (x - y') W.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
     def learnt(job: Job) -> Params:
         """Train the weights W with which a client mixes two models, and return W.
 
-        A client's first training of W repeats passes over the samples until the loss is stable, at
-        most 100 times. Each later training makes a single pass.
+        The first training of a client makes passes over the samples until the loss is stable, at
+        most 100. Each later training makes one pass.
         job: the job that starts from the mixture.
         """
         i, first = job.client, job.client not in shares

@@ -20,8 +20,8 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 
     scope: which tensors stay, a key of `SCOPES`.
     mu: the weight of FedProx's term, which pulls the shared parameters only.
-    reestimate: True: a client that never trained is scored with BatchNorm statistics of its
-    training samples.
+    reestimate: True scores a client that never trained with BatchNorm statistics of its training
+    samples.
     """
     stays = [f"{NORM}.{name}" for name in SCOPES[scope] if f"{NORM}.{name}" in world.start]
     shared = {name: tensor for name, tensor in world.start.items() if name not in stays}

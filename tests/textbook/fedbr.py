@@ -77,21 +77,20 @@ def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def class_chances(labels: Tensor) -> np.ndarray:
-    """Return the probability with which each sample is drawn if all classes are equally likely.
+    """Return each sample's probability of being drawn if all classes are equally likely.
 
-    Only classes of the labels count. Samples of the same class have the same probability. The sum
-    of all probabilities is 1.
-    labels: the class of each sample.
+    Only classes in `labels` count. Samples of the same class have the same probability, and all
+    probabilities add up to 1.
     """
     classes = labels.tolist()
     return np.array([1 / classes.count(label) for label in classes]) / len(set(classes))
 
 
 def means(world: World, size: int, count: int, sources: str) -> Tensor:
-    """Return the pseudo-data of all clients (Algorithm 2), `size` rows for each client.
+    """Return the pseudo-data of all clients (FedBR, Algorithm 2), `size` rows per client.
 
     A row is the mean input of `count` random training samples of the client.
-    sources: with "classes", all classes of a client are equally likely; otherwise, all its samples.
+    sources: with "classes", all classes of a client are equally likely; otherwise all samples.
     """
     pool = []
     for client, (inputs, labels) in enumerate(world.data):
@@ -105,12 +104,11 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 
 
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
-    """Return a function that draws pseudo-data from a pool.
+    """Return a function that draws `size` different rows from a pool of pseudo-data.
 
-    The function gets the number of a model version, which seeds the draw. It returns `size`
-    different rows of the pool.
-    pool: the mean samples of all clients; each client has the same number of rows.
-    sources: with "unbalanced", the probability of a row is proportional to its client's number of
+    The function's argument is the number of a model version, which seeds the draw.
+    pool: mean samples, equally many of each client.
+    sources: with "unbalanced", a row's probability is proportional to its client's number of
     samples. Otherwise all rows are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
@@ -150,12 +148,11 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 
 
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Return a function that makes pseudo-data from public images.
+    """Return a function that makes `size` rows of pseudo-data from public images.
 
-    The function gets the number of a model version, which seeds the draw. It returns `size` rows.
-    Each row is the mean of `count` random images of a public data set (Algorithm 3).
-    sources: with "unbalanced", all images are equally likely. Otherwise all classes are equally
-    likely.
+    The function's argument is the number of a model version, which seeds the draw. A row is the
+    mean of `count` random images (FedBR, Algorithm 3).
+    sources: with "unbalanced", all images are equally likely; otherwise all classes.
     """
     images, labels = world.drawn["proxy"]
     chances = None

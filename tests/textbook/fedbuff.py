@@ -23,12 +23,12 @@ from textbook.world import Book, Job, World
 def staleness_weights(
     world: World, version: int, jobs: Sequence[Job], exponent: float
 ) -> list[float]:
-    """Return the weight (1 + s)^-exponent of each job's update, where s is its staleness.
+    """Return the weight (1 + s)^-exponent of each update, where s is the staleness.
 
-    The staleness s is `version` minus the version that the job received. If the run weighs clients
-    by samples, the weight is multiplied by the client's number of samples.
-    version: the number of aggregations before this aggregation.
-    jobs: the jobs of this aggregation.
+    If the run weighs clients by samples, the weight is multiplied by the client's number of
+    samples.
+    version: the number of aggregations before this one; s is `version` minus the version that the
+    job received.
     """
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
@@ -47,8 +47,8 @@ def direction(at: Cohort, normalization: str) -> Tensor:
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
     """Compute a run of FedBuff, which adds a weighted sum of updates to the model.
 
-    An update has the weight (1 + s)^-exponent, where s is its staleness. If the run weighs clients
-    by samples, this weight is multiplied by the client's number of samples.
+    An update of staleness s has the weight (1 + s)^-exponent, times the client's number of samples
+    if the run weighs by samples.
     normalization: the divisor of the sum: the number of updates ("count"), the sum of the weights
     ("weights") or 1 ("none").
     """
@@ -59,10 +59,9 @@ def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -
 def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
     """Compute a run in which FedAdam's server step uses FedBuff's weighted sum of updates.
 
-    The sum is divided by the number of updates, and FedAdam uses the result in place of the mean
-    update.
+    The sum, divided by the number of updates, replaces the mean update.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
-    settings: all arguments of the class `Adaptive` except `world` and `name`.
+    settings: arguments of the class `Adaptive`.
     """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
@@ -75,10 +74,9 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
     """Compute a run in which FedExP's step size multiplies FedBuff's weighted sum of updates.
 
-    The sum is divided by the number of updates. FedExP computes its step size with the same
-    weights.
+    The sum is divided by the number of updates. The step size uses the same weights.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
-    settings: all arguments of `fedexp` except `world`, `weigh` and `direction`.
+    settings: arguments of `fedexp`.
     """
     weigh = partial(staleness_weights, exponent=exponent)
     return fedexp(

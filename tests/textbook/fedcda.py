@@ -29,12 +29,11 @@ from textbook.world import Book, Params, World
 
 @dataclass
 class History:
-    """All models that a client has sent, the oldest first.
+    """All models that a client has sent, oldest first; the server's cache has the last K.
 
-    The server's cache has the last K of these models.
     losses: for each model, the mean batch loss in the last epoch of its job.
     rounds: for each model, the number of aggregations before the model arrived.
-    selected: the position in `models` of the model that is averaged into the shared model.
+    selected: the position of the model that is averaged into the shared model.
     """
 
     models: list[Params] = field(default_factory=list)
@@ -135,11 +134,11 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """Return the server state of FedCDA: the cached models of all clients, with their losses.
+    """Return FedCDA's server state: the cached models of all clients, with their losses.
 
-    seen: for each client that has sent a model, its models, oldest first.
-    The tensor "fedcda.models" is [clients, memory, d]. Model k = 0, 1, ... of a client has the
-    index k mod `memory` in the second dimension.
+    seen: the models of each client that has sent a model.
+    "fedcda.models" is [clients, memory, d]. Model k = 0, 1, ... of a client is at the index k mod
+    `memory`.
     """
     order = list(trainable(world.start))
     order += [

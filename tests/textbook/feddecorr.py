@@ -44,7 +44,7 @@ def penalty(z: Tensor, variant: str) -> Tensor:
 def feddecorr(world: World, beta: float, variant: str) -> Book:
     """Compute a run of FedAvg with FedDecorr's penalty in the local loss.
 
-    The loss is the cross-entropy plus beta times a penalty on correlations between features.
+    beta: the weight of the penalty, which is on correlations between features.
     variant: the formula of the penalty: "authors" (their code), "paper", or "fedbr" (FedBR's code).
     """
 

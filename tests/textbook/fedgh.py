@@ -1,11 +1,10 @@
 """Two algorithms that are called FedGH.
 
-The function `fedgh` is FedGH of Zhang et al. 2024. The function `hierarchical` is the algorithm
-that the code of FedLD calls FedGH.
+`fedgh` is FedGH of Zhang et al. 2024; `hierarchical` is what the code of FedLD calls FedGH.
 
-Symbols: G_i, client i's update D_i before any projection; g_i, the same update after the
-projections so far; r, the reference direction by which `hierarchical` sorts updates. Two updates
-conflict if their dot product is negative.
+G_i: client i's update before any projection. g_i: this update after the projections so far. r: the
+direction by which `hierarchical` sorts updates. Two updates conflict if their dot product is
+negative.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ def margins(f: Tensor, y: Tensor) -> Tensor:
 
 
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
-    """Run FedAvg with the loss CE + lam times a penalty on large logits.
+    """Run FedAvg with the cross-entropy plus lam times a penalty on large logits.
 
-    f_b: the logits of sample b; rho_b: its margin (`margins`).
-    kind: the penalty. "marg_log": mean log(1 + |f_b|^2), eq. (3). "batch_softmax": log(1 + sum of
-    squared probabilities of the batch). "logit_l2": mean |f_b|^2. Any other text: mean max(rho_b -
-    threshold, 0)^2.
+    f_b: the logits of sample b. rho_b: the margin of sample b (`margins`).
+    kind: "marg_log" is the mean of log(1 + |f_b|^2), eq. (3); "batch_softmax" log(1 + the sum of
+    squared probabilities of the batch); "logit_l2" the mean of |f_b|^2; any other text the mean of
+    max(rho_b - threshold, 0)^2.
     """
 
     def penalty(f: Tensor, y: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
 def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
     """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b) of each sample b.
 
-    f_b: the logits of the sample; y_b: its class; rho_b: its margin (`margins`).
+    CE: cross-entropy. f_b: logits. y_b: class. rho_b: margin (`margins`).
     temperature: T.
-    mixed: the parameter alpha of Mixup, or None. With Mixup, rho_b is computed with the label that
-    has the larger weight.
+    mixed: the alpha of Mixup; None without Mixup. With Mixup, the label with the larger weight
+    decides rho_b.
     """
 
     def losses(job: Job, received: Params) -> Parts:

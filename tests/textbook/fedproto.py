@@ -21,12 +21,11 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book:
-    """Train on cross-entropy plus lam times the distance to prototypes, and update the prototypes.
+    """Run FedProto: train on cross-entropy plus lam times the distance to prototypes.
 
-    The distance is the squared distance of a feature vector to the prototype of its class, divided
-    by the number of features. A prototype is the mean of the participants' class means, weighted by
-    samples.
-    by_prototype: True: a client classifies by the nearest prototype; False: with its head.
+    The distance is the mean square of the difference between features and the prototype of their
+    class. A prototype is the mean of the participants' class means, weighted by samples.
+    by_prototype: True classifies by the nearest prototype, False with the client's head.
     """
     models = {client: dict(world.start) for client in range(world.clients)}
     prototypes = dict[int, Tensor]()
@@ -84,12 +83,11 @@ def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book
 
 
 def nearest(prototypes: dict[int, Tensor], classes: int) -> Params:
-    """Return a linear head that classifies by the nearest prototype.
+    """Return a linear head that classifies by the nearest prototype; {} without prototypes.
 
-    Its logit of class k is |z|^2 - |z - C_k|^2 for features z, where C_k is the prototype of class
-    k. The logit is -1e30 for a class without a prototype.
-    prototypes: C_k by class k; if there are none, the result is empty.
-    classes: the number of classes.
+    The logit of class k for features z is |z|^2 - |z - C_k|^2, or -1e30 for a class without a
+    prototype.
+    prototypes: the prototype C_k by class k.
     """
     if not prototypes:
         return {}

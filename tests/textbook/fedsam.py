@@ -1,8 +1,7 @@
 """FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022; MoFedSAM: FedSAM with FedCM.
 
-Symbols: F, the loss of a batch; p, the parameters; g, the gradient at p. A step uses the gradient
-at p + e, where the loss is higher. BatchNorm's statistics are updated when g is computed, but not
-when the gradient at p + e is computed.
+F: the loss of a batch. p: the parameters. g: the gradient at p. A step uses the gradient at p + e,
+where F is higher. Only the computation of g updates BatchNorm's statistics.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
     """Compute a run of FedSAM: FedAvg with local gradients from a point of higher loss.
 
-    `uphill` computes the gradient of each local step at a point near the parameters p, at which the
-    loss is higher. If mu > 0, FedProx's gradient mu (p - x) is added, where x are the received
-    parameters.
-    rho, eta: arguments of `uphill`.
-    mu: the weight of FedProx's penalty.
+    rho, eta: arguments of `uphill`, which computes the gradient of a step at such a point.
+    mu: the weight of FedProx's gradient mu (p - x), for parameters p and received parameters x.
     """
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
     personal = {

@@ -1,9 +1,8 @@
 """FedSpeed: Sun et al. 2023, Algorithm 1.
 
-Symbols: theta, the parameters during a job; theta_K, the parameters after its last step; c_k, the
-correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1. The
-move from theta to theta + rho g1 is called the extra step. This textbook does not normalise g1 in
-the extra step.
+theta: the parameters during a job. theta_K: the parameters after the job's last step. c_k: the
+correction that client k keeps. g1: the gradient at theta. g2: the gradient at theta + rho g1. The
+extra step, from theta to theta + rho g1, does not normalise g1.
 """
 
 from __future__ import annotations

@@ -33,10 +33,9 @@ REFERENCE = "fedsr.reference"
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
     """Return the outputs of the linear layer that FedSR adds to the extractor.
 
-    If the model has no noise (FedL2R), the outputs are the representations z, [B, Z]. Otherwise
-    they are [B, 2 Z]: first the means of z. Then come the numbers whose softplus is the standard
-    deviation of z.
-    training: True: BatchNorm uses the statistics of the batch, and updates its running statistics.
+    Without noise (FedL2R), the outputs are the representations z [B, Z]. With noise they are [B, 2
+    Z]: the means of z, then numbers whose softplus is the standard deviation of z.
+    training: True uses the batch's statistics in BatchNorm, and updates the running statistics.
     """
     first = "model.extractor.0."
     inner = {
@@ -51,9 +50,9 @@ def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
 def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
     """Return accuracy and mean loss on the central test set.
 
-    A class's probability is its mean over the draws of eps in world.drawn["noise"]. The loss is the
-    negative log of the probability of the label.
-    probabilistic: False: there is no noise.
+    A class's probability is the mean over the noise draws in world.drawn["noise"]. The loss is the
+    negative log of the label's probability.
+    probabilistic: False uses no noise.
     """
     (x, y), out = world.central, mapped(p, world.central[0], training=False)
     if probabilistic:
@@ -70,10 +69,10 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Return the initial references of all classes, and the initial value 1 of the factor "scale".
+    """Return the initial references of all classes, and the initial value 1 of "scale".
 
-    The reference of a class is a normal distribution with mean 0 and standard deviation
-    softplus(1). The factor "scale" multiplies the features z in the Kullback-Leibler divergence.
+    A class's reference is a normal distribution with mean 0 and standard deviation softplus(1).
+    "scale" multiplies the features z in the Kullback-Leibler divergence.
     """
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}

@@ -88,12 +88,11 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 
 
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
-    """Return FRAug's distance D between two sets of embeddings.
+    """Return FRAug's distance D between two sets of embeddings, given as rows.
 
-    a, b: the two sets, a row for each embedding.
-    metric: "mse": the mean square of a - b. "mmd_moments": the mean squared difference of the two
-    means, plus the mean squared difference of the two covariance matrices. Any other text: the
-    squared MMD with five Gaussian kernels.
+    metric: "mse" is the mean square of a - b. "mmd_moments" is the mean squared difference of the
+    two means, plus that of the two covariance matrices. Any other text is the squared MMD with five
+    Gaussian kernels.
     """
     if metric == "mse":
         return (a - b).square().mean()
@@ -119,10 +118,8 @@ def distance_of_labels(
     """Return the distance between two sets of embeddings whose classes are known.
 
     a, b: a row for each embedding.
-    metric: "mmd_classes": for each class that is in both sets, the squared MMD of its embeddings;
-    the result is the mean over these classes, or 0 without such a class. "mse", "mmd_moments" and
-    "mmd": the distance of all embeddings, computed by `distance`.
-    a_labels, b_labels: the class of each embedding.
+    metric: "mmd_classes" is the squared MMD within a class, averaged over the classes in both sets;
+    0 without such a class. For other metrics, `distance` compares all embeddings.
     """
     if metric != "mmd_classes":
         return distance(a, b, metric)
@@ -150,8 +147,8 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
 
     All tensors that do not stay on clients are averaged.
 
-    rounds: some weights in the losses change from round to round. From round `rounds` on, they are
-    constant. None: they change in every round.
+    rounds: the round from which the weights in the losses are constant; None changes some weights
+    in every round.
     settings: arguments of raysim's class `FRAug`, by name.
     """
     get = {

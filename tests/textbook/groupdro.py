@@ -1,7 +1,7 @@
-"""GroupDRO: Sagawa et al. 2020, Algorithm 1, as FedBR's Appendix A uses it: each client is a group.
+"""GroupDRO: Sagawa et al. 2020, Algorithm 1, where each client is a group (FedBR, Appendix A).
 
-Symbols: q_i, the weight of client i; l_i, its loss in this round; eta, the step size. At the
-beginning, the q_i of all clients have the sum 1. The server state contains log q_i.
+q_i: the weight of client i; at the beginning, all q_i add up to 1. l_i: the client's loss in this
+round. eta: the step size. The server state contains log q_i.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2022) on the network of `textbook.plain`, and rules for its factors.
 
-Symbols: W0, the frozen weight of the hidden layer; b, its frozen bias; A [r, inputs] and B
-[outputs, r], the factors of rank r; s, the scaling of their product; P = B A, the product at the
-server; p_i, a client's normalised weight. The frozen tensors are in `World.drawn`.
+W0, b: the hidden layer's weight and bias, frozen in `World.drawn`. A [r, inputs], B [outputs, r]:
+the factors of rank r. s: the scaling of B A. P: the product B A at the server. p_i: a client's
+normalised weight.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 def factor_mean(world: World, scaling: float) -> Book:
     """Compute a run of FedIT or FFA-LoRA, whose server averages all trained tensors.
 
-    `world.start` has the initial values of all trained tensors, and `world.drawn` has the frozen
-    tensors. B is always trained. If A is in `world.start`, A is trained, too (FedIT, Zhang et al.
-    2024). If A is in `world.drawn`, A is frozen (FFA-LoRA).
+    `world.start` has the trained tensors, `world.drawn` the frozen ones. B is always trained. A is
+    trained in FedIT (Zhang et al. 2024) and frozen in FFA-LoRA.
     scaling: the scaling of the product B A.
     """
     loss = adapted_loss(world.drawn, scaling)
@@ -94,11 +93,10 @@ def drawn_ranks(world: World, ranks: Sequence[int]) -> list[int]:
 
 
 def cut(x: Mapping[str, Tensor], rank: int) -> Params:
-    """Return a copy of a model whose LoRA factors are cut to a rank.
+    """Return a copy of a model whose LoRA factors are cut to rank `rank`.
 
-    The rows of A and the columns of B with an index of at least `rank` become 0; indices start at
-    0.
-    x: the model's tensors, among them A [r, inputs] and B [outputs, r].
+    The rows of A and the columns of B from index `rank` on become 0; indices start at 0.
+    x: the model's tensors, with A [r, inputs] and B [outputs, r].
     """
     a, b = x[A].clone(), x[B].clone()
     a[rank:], b[:, rank:] = 0.0, 0.0

@@ -1,7 +1,7 @@
 """Mixup (Zhang et al. 2018) within each batch of a client, as in Appendix A of FedBR.
 
-Each sample x of a batch becomes lam x + (1 - lam) x', where x' is its partner in the batch. One
-number lam and one permutation are drawn for each batch. The permutation chooses the partners.
+A sample x becomes lam x + (1 - lam) x'. Each batch draws one number lam and one permutation, which
+chooses the partner x' of each sample.
 """
 
 from __future__ import annotations

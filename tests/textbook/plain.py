@@ -43,10 +43,9 @@ def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
 
 
 def other_class_logits(z: Tensor, y: Tensor) -> Tensor:
-    """Remove the logit of the true class from each row of the logits z; return a new tensor.
+    """Return the logits without the logit of the true class, as a new tensor [B, C - 1].
 
-    A row of the result has the logits of the C - 1 classes that are not the row's true class.
-    z: [B, C], a row for each of B samples, and a column for each of C classes.
+    z: the logits of B samples for C classes, [B, C].
     y: the true class of each sample, [B].
     """
     return z[F.one_hot(y, z.shape[1]) == 0].view(len(y), -1)
@@ -89,11 +88,9 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 class Sgd:
     """SGD with momentum, weight decay and gradient clipping, computed by hand.
 
-    Momentum and weight decay are those of PyTorch's SGD. The momentum starts at zero.
-    lr: the learning rate.
-    clip: the largest norm of a step's gradients, concatenated to one vector. Gradients with a
-    larger norm are scaled to the norm `clip`, before weight decay is added. 0: gradients are not
-    scaled.
+    Momentum and weight decay are those of PyTorch's SGD.
+    clip: the largest norm of all gradients as one vector. Larger gradients are scaled to this norm
+    before weight decay is added. 0 scales none.
     """
 
     def __init__(
@@ -169,8 +166,8 @@ def apply_mean_change(
     """Return x plus the weighted mean change of the models; buffers are averaged.
 
     models: the trained model of each job.
-    received: all model versions so far. The change of a model is its difference from the version
-    that its job received, which may be older than x.
+    received: all model versions so far. A model's change is its difference from the version that
+    its job received.
     """
     changed = []
     for job, model in zip(jobs, models, strict=True):

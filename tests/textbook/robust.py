@@ -1,8 +1,8 @@
-"""Robust aggregation rules, computed in loops over single coordinates or single pairs of updates.
+"""Robust aggregation rules, computed in loops over coordinates or pairs of updates.
 
-Symbols: g_i, the update of client i; n, the number of updates; a_i, a client's weight. Median and
-trimmed mean: Yin et al. 2018. Krum: Blanchard et al. 2017. Geometric median: Pillutla et al. 2022.
-Norm clipping: Sun et al. 2019.
+g_i: the update of client i. n: the number of updates. a_i: a client's weight. Median and trimmed
+mean: Yin et al. 2018. Krum: Blanchard et al. 2017. Geometric median: Pillutla et al. 2022. Norm
+clipping: Sun et al. 2019.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def coordinate_median(world: World) -> Book:
 
 
 def trimmed_mean(world: World, share: float) -> Book:
-    """Compute a run whose server adds the coordinate-wise trimmed mean of the updates to the model.
+    """Compute a run whose server adds the coordinate-wise trimmed mean of the updates.
 
     In each coordinate, the mean leaves out the k smallest and the k largest values. k is `share`
     times the number of updates, rounded down.
@@ -95,8 +95,8 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
 def norm_clipping(world: World, bound: float) -> Book:
     """Compute a run whose server adds the weighted mean of clipped updates to the model.
 
-    An update whose norm is larger than `bound` is scaled to the norm `bound` before the mean. The
-    column "norm_clipping.clipped" has the number of scaled updates in each round.
+    An update with a norm above `bound` is scaled to the norm `bound`. The column
+    "norm_clipping.clipped" counts such updates in each round.
     """
     counts: list[float] = []
 

@@ -1,8 +1,7 @@
 """Oort and power-of-choice by hand: dictionaries and loops over single clients.
 
-Oort: Lai et al., OSDI 2021, Algorithm 1. Power-of-choice: Cho et al. 2020. Each of the two rules
-returns the clients that it chooses. Its arguments are a random generator, and what the server knows
-about the clients, such as their losses.
+Oort: Lai et al., OSDI 2021, Algorithm 1. Power-of-choice: Cho et al. 2020. Both rules choose
+clients from what the server knows about them, with a random generator.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import numpy as np
 def draw(generator: np.random.Generator, weights: Mapping[int, float], count: int) -> list[int]:
     """Draw `count` clients one after another, with probabilities in proportion to their weights.
 
-    Each client gets an exponential random number, divided by its weight. The clients with the
-    smallest results are drawn. Clients with weight 0 are drawn only if there are not enough clients
-    with a positive weight.
+    Clients with weight 0 are drawn only if there are not enough clients with a positive weight.
     """
     times = {client: generator.standard_exponential() for client in weights}
     positive = [client for client in weights if weights[client] > 0]
@@ -37,7 +34,7 @@ def power_of_choice(
     """Draw candidates in proportion to their samples, and return those with the largest losses.
 
     samples: the number of samples of each idle client.
-    losses: the loss of each client whose loss is known; others count as infinite.
+    losses: the known losses by client; unknown losses count as infinite.
     candidates: the number of candidates.
     count: the number of clients to return.
     """
@@ -98,7 +95,6 @@ class OortByHand:
 
         losses, seconds: for each client that has reported, mean loss and duration of its last job.
         expected: for each client that has not reported, the expected duration of a job, in seconds.
-        count: the number of clients to choose.
         """
         self.number += 1
         if self.exploited:

@@ -32,11 +32,11 @@ def unflatten(values: Tensor, like: Mapping[str, Tensor], names: Sequence[str]) 
 
 @dataclass(frozen=True)
 class Cohort:
-    """The jobs of one aggregation, with their updates and weights, as a server rule gets them.
+    """The jobs of one aggregation, as a server rule gets them.
 
     version: the number of earlier aggregations.
     jobs: the m jobs, in the order in which they are aggregated.
-    x: the parameters of the shared model before the aggregation, [d].
+    x: the shared model's parameters before the aggregation, [d].
     changes: the update of each job, [m, d].
     weights: the weight of each job before normalisation, [m].
     """
@@ -63,13 +63,11 @@ def run_server_rule(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     after: Callable[[Params], None] = lambda x: None,
 ) -> Book:
-    """Return the results of rounds at whose end `rule` computes the next parameters.
+    """Return the results of rounds at whose end `rule` computes the next parameters [d].
 
     Each job trains from the model version that it received. Buffers are averaged.
-    rule(cohort): the next parameters, [d].
-    loss: the local loss.
     weigh(world, version, jobs): the weights of the jobs before normalisation.
-    after(model): called with the tensors of the new model at the end of each round.
+    after(model): called with the new model's tensors at the end of each round.
     """
     names, models = trainable(world.start), [dict(world.start)]
     for version, jobs in enumerate(world.rounds):

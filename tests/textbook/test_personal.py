@@ -72,11 +72,11 @@ def adapting(how: Finetune) -> dict[str, Any]:
 def pooling(settings: Local, **study: Any) -> Row:
     """Return a comparison of centralized training with its textbook.
 
-    Centralized training pools the data of all four clients in a single client. A round processes as
-    many samples as a round of a federated run in which three clients train.
+    Centralized training pools the data of four clients in one client. A round has as many samples
+    as a federated round with three clients.
 
-    settings: the settings `local.*` of the federated run.
-    study: further arguments of `tiny_runs.run_spec`, such as a model.
+    settings: `local.*` of the federated run.
+    study: further arguments of `tiny_runs.run_spec`.
     """
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
@@ -120,9 +120,9 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
     """Return a comparison of PartialFed with its textbook, for a policy that changes quickly.
 
-    The temperature of the policy is halved in each version, from 2 down to its smallest value 0.6.
-    sampled: True: the policy draws for each layer whether it is loaded from the shared model.
-    False: it takes the more probable choice.
+    The policy's temperature is halved in each version, from 2 to at least 0.6.
+    sampled: True draws for each layer whether it is loaded from the shared model. False takes the
+    more probable choice.
     """
     settings = PolicySettings(
         steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled

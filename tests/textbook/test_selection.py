@@ -28,11 +28,11 @@ SEED, COHORT = 5, 4
 def logged_run(
     rule: Any, rounds: int
 ) -> tuple[FinishedRun, list[dict[int, float]], list[dict[int, float]]]:
-    """Run `rounds` rounds with the selection `rule`.
+    """Run `rounds` rounds with the selection `rule`; return the run and two lists of losses.
 
-    Return the run and two lists, which have the losses by client for each aggregation. The first
-    list has the losses that the aggregation reports. The second list has the losses of all clients
-    at the version before the aggregation, computed here from the parameters of this version.
+    Both lists have the losses by client for each aggregation. The first list has the reported
+    losses. The second one has the losses of all clients at the version before the aggregation,
+    computed here.
     """
     spec = run_spec(data=tiny_data(clients=14, samples=300), seed=SEED, selection=rule)
     coordinator = coordinate(spec, Synchronous(COHORT), Lognormal(), rounds=rounds)

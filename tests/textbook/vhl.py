@@ -47,10 +47,10 @@ def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
 
 
 def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
-    """Return a view of an image: padded by 4 pixels, cropped to its old size, and maybe mirrored.
+    """Return a view of an image: padded by 4 pixels, cropped to the old size, maybe mirrored.
 
     image: [channels, height, width].
-    down, right: the position of the crop's upper left corner in the padded image.
+    down, right: the upper left corner of the crop in the padded image.
     flip: 1 mirrors the view.
     """
     height, width = image.shape[1:]

@@ -19,7 +19,7 @@ class Job:
     version: the model version that the job received.
     samples: the number of the client's training samples.
     batches: for each step, inputs float64 [B, ...] and labels int64 [B].
-    draws: for each step, the random values that a method drew, by name, such as "vhl.views".
+    draws: for each step, the random values that a method drew, by name.
     """
 
     client: int
@@ -66,8 +66,8 @@ class Book:
     shared: the shared model.
     private: the client state of each client that took part.
     server: the server state.
-    columns: columns of the history, a value for each round.
-    own: for each client, the tensors of the model that it is scored with.
+    columns: columns of the history, one value per round.
+    own: the tensors with which each client is scored.
     """
 
     shared: Mapping[str, Tensor]

@@ -100,9 +100,8 @@ class Case:
     """A run, and a fault that disturbs it.
 
     method, schedule, runtime: keys of `METHODS`, `SCHEDULES` and `RUNTIMES`.
-    fault: the kind of fault.
     victim: the kind of process that gets a signal, a key of `VICTIMS`.
-    moment: when the fault happens, as a share of the CPU time of the undisturbed run.
+    moment: when the fault happens, as a share of the undisturbed run's CPU time.
     """
 
     method: str
@@ -142,11 +141,10 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 
 
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
-    """Yield `count` random cases. A case is a run and a fault that disturbs it.
+    """Yield `count` random cases: runs with a fault. Equal arguments give equal cases.
 
-    Equal arguments give equal cases.
-    runtime: the runtime of the runs, "inprocess" or "local". With "local", a signal hits any
-    process of the run. With "inprocess" it hits the only process, the driver.
+    runtime: the runtime of the runs. With "local", a signal hits any process of the run. With
+    "inprocess", it hits the only process, the driver.
     """
     rng = random.Random(seed)
     faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
@@ -209,7 +207,7 @@ def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
 
     words: the arguments of `raysim`.
     folder: the working directory of the run.
-    mark: the value of the environment variable `MARK`, by which processes of this run are found.
+    mark: the environment variable `MARK`, by which the run's processes are found.
     """
     run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark))
     run.start()
@@ -269,10 +267,9 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
     """Send the signals of a case to one random process of the run.
 
-    The process is drawn from those with the role `case.victim`, such as "worker". If no process has
-    this role, nothing is sent. SIGSTOP only suspends a process:
-    - A suspended worker is not killed, because the run itself replaces it.
-    - A suspended process with another role is killed after one second.
+    The process has the role `case.victim`, such as "worker". Without such a process, nothing is
+    sent. One second after SIGSTOP, the process is killed, unless it is a worker: the run itself
+    replaces a suspended worker.
     """
     if not (found := processes(run, case.victim)):
         return
@@ -322,10 +319,10 @@ HANGS = -99
 
 
 def leftover(mark: str) -> list[str]:
-    """Return the command lines of the processes that a case leaves running.
+    """Return the command lines of the processes that a case leaves running after its runs.
 
-    Call it after all runs of the case have ended. It waits up to a minute for the processes to end.
-    mark: the value of the environment variable `MARK` in all processes of the case.
+    The function waits up to a minute for the processes to end.
+    mark: the environment variable `MARK` in all processes of the case.
     """
     for _ in range(60):
         if not (found := [command_line_of(pid) for pid in _marked(mark)]):
@@ -365,12 +362,10 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the results of a case's run without the fault.
+    """Return the results of a case's run without the fault, with the CPU time of the run.
 
-    The results are stored, so a later case with the same command line makes no new run. The results
-    include the CPU time of the run, because `case.moment` is a fraction of this time. If the
-    fraction is 0, the CPU time does not matter. The run then uses runtime=inprocess, which gives
-    the same results as Ray.
+    The results are stored for later cases with the same command line. If `case.moment` is 0, the
+    CPU time does not matter, and the run uses runtime=inprocess, whose results equal those of Ray.
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")
@@ -480,7 +475,7 @@ def cost(pairs: int) -> None:
     """Measure how much longer a run takes if one of its workers is killed after 5 s.
 
     Print the difference in wall seconds for each pair of a disturbed and an undisturbed run, and
-    the median of all pairs.
+    the median.
     pairs: the number of pairs.
     """
     more = []

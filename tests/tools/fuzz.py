@@ -171,11 +171,11 @@ def files(folder: Path) -> set[str]:
 def case(kind: str, words: list[str], folder: Path) -> None:
     """Run one `raysim` command, and count its result in `FOUND`.
 
-    The case is broken if the command shows a bug of raysim, such as an exception that is not
-    handled. Raise AssertionError for a broken case if `FOUND.strict` is set.
-    kind: the type of the case, under which the result is counted.
+    The case is broken if the command shows a bug, such as an unhandled exception. Raise
+    AssertionError for a broken case if `FOUND.strict` is set.
+    kind: the name under which the result is counted.
     words: the arguments of `raysim`.
-    folder: the working directory of the command.
+    folder: the working directory.
     """
     before, here, peak = files(folder), os.getcwd(), peak_memory_bytes()
     os.chdir(folder)
@@ -200,7 +200,6 @@ def keep(folder: Path) -> None:
 
     The copy is a new subfolder of the folder that the environment variable RAYSIM_FUZZ_KEEP names.
     Without this variable, nothing is copied.
-    folder: the folder of the case.
     """
     if place := os.environ.get("RAYSIM_FUZZ_KEEP"):
         target = Path(place, f"{len(list(Path(place).glob('*')))}")
@@ -294,10 +293,8 @@ NODES = st.recursive(
 def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
-    These are the keys of a run with three methods, without those that begin with "tracking.". The
-    names of all configuration groups are added. Four wrong keys are added, too. The key "nothing"
-    does not exist. The keys "method.fedprox", "data.rotation" and "local" are sections, which
-    contain other keys.
+    They are the keys of a run with three methods, without those of tracking, and the names of all
+    groups. Four wrong keys are added: one does not exist, three are sections.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
@@ -448,11 +445,10 @@ def damage(data: Any, path: Path) -> None:
 
 @cache
 def prepared(kind: str) -> Path:
-    """Return a folder with undamaged files. A case copies this folder and damages the copy.
+    """Return a folder with undamaged files, which a case copies before it damages the copy.
 
-    kind: the type of the files: "parquet", "strips", "pictures", "idx", "numpy", "leaf", "trace",
-    "fedscale" or "options". For every other text, the folder contains a finished run, in `out`, and
-    its cached data, in `cache`.
+    kind: "parquet", "strips", "pictures", "idx", "numpy", "leaf", "trace", "fedscale" or "options".
+    For another text, the folder has a finished run in `out` and cached data in `cache`.
     """
     root = Path(tempfile.mkdtemp(prefix="raysim-fuzz-"))
     names = [f"{index}.png" for index in range(8)]

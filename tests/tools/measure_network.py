@@ -95,8 +95,8 @@ def measure(
     """Make a run and measure its rounds, from round `FIRST_ROUND` to the last round but one.
 
     The first round of a run is round 0.
-    turn, schedule, kind: labels of the result, see `Measurement`; they do not change the run.
-    overrides: the overrides of the run, including those of the schedule.
+    turn, schedule, kind: labels of the result; they do not change the run.
+    overrides: the overrides of the run, with those of the schedule.
     """
     words = ["python", "-c", PROGRAM, *STUDY, *overrides]
     words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
@@ -130,9 +130,9 @@ def measure(
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
-    """Return the mean bytes per round that a node received and sent, according to the history.
+    """Return the mean bytes per round that a node received and sent, by the history.
 
-    A node without a worker has no columns in the history: it receives and sends nothing.
+    A node without a worker has no columns in the history, and 0 bytes.
     rows: the rows of the history, one for each round.
     """
     received = statistics.fmean(row.get(f"node_{node}_in_bytes", 0) for row in rows)
@@ -234,9 +234,9 @@ def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> s
 def main() -> None:
     """Measure runs on a cluster whose nodes have separate networks; print a Markdown table.
 
-    Without --nodes, the table has the seconds and the traffic of a round on undisturbed links and
-    on disturbed ones. With --nodes, it has the number of vectors that the coordinator's node
-    receives in a round.
+    Without --nodes, the table has seconds and traffic of a round, on undisturbed and on disturbed
+    links. With --nodes, it has the number of vectors that the coordinator's node receives in a
+    round.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

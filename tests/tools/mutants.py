@@ -76,9 +76,9 @@ MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """Return about `count` mutants, which are spread evenly over each file.
 
-    Every file gets a few mutants (`LEAST`). The others are divided among the files in proportion to
-    the number of possible mutants.
-    globs: patterns of the paths of the files to change.
+    Every file gets a few mutants (`LEAST`). The others are divided in proportion to the possible
+    mutants of each file.
+    globs: patterns for the paths of the files to change.
     """
     rng = random.Random(seed)
     files = sorted({str(path.relative_to(root)) for room in ROOMS for path in root.glob(room)})
@@ -181,12 +181,12 @@ class Mapper:
             self.failed.append(report.nodeid)
 
     def result(self) -> dict[str, Any]:
-        """Return three results of the test run, by name.
+        """Return the results of the test run.
 
         "seconds": the CPU seconds of each test.
         "failed": the tests that failed.
-        "lines": for each file and each line inside a function, a hexadecimal number. Its bit k is 1
-        if the k-th test in "seconds" executes the line.
+        "lines": for each file and line inside a function, a hexadecimal number. Bit k is 1 if the
+        k-th test in "seconds" executes the line.
         """
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
@@ -210,11 +210,10 @@ class Mapper:
 
 
 class Map:
-    """A record of which tests execute which lines, and of the CPU time of each test.
+    """A record of which tests execute which lines, and of the CPU seconds of each test.
 
-    lines: for each file and line, an integer. Its bit k is 1 if tests[k] executes the line.
-    seconds: the CPU seconds of each test.
-    stored: these facts in the format that `Mapper.result` returns.
+    lines: for each file and line, an integer. Bit k is 1 if tests[k] executes the line.
+    stored: the record in the format of `Mapper.result`.
     """
 
     def __init__(self, stored: dict[str, Any]):
@@ -284,9 +283,9 @@ class Map:
     def portions(self, mutant: Mutant, cap: float) -> list[list[str]]:
         """Return the tests to run for a mutant: a list of quick tests, then a list of other tests.
 
-        Quick tests are from the files that are closest to the mutant's file. The second list begins
+        Quick tests are from the test files closest to the mutant's file. The second list begins
         with the tests that are most likely to notice the mutant. An empty list is left out.
-        cap: the largest CPU time of the second list in seconds; 0 means no limit.
+        cap: the largest CPU time of the second list in seconds; 0 for no limit.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
@@ -334,7 +333,7 @@ class Asked:
 
     tests: tests, or test files.
     limit: the allowed CPU time in seconds.
-    mapped: True: run whole files, and record which lines of raysim each test executes. False: stop
+    mapped: True runs whole files, and records which lines of raysim each test executes. False stops
     at the first failure.
     """
 
@@ -382,9 +381,8 @@ def warm() -> None:
 def child(copy: Path, asked: Asked) -> NoReturn:
     """Run tests in this process, write the result to a file, and end this process.
 
-    The tests import raysim from a copy of the working tree. If a mutant is tested, this copy
-    already contains the mutant.
-    copy: the folder of the copy. The result is written to its file `.answer`.
+    copy: a copy of the working tree, from which the tests import raysim. It contains the mutant, if
+    one is tested. The result is written to its file `.answer`.
     asked: the tests, and how to run them.
     """
     code = 70
@@ -677,10 +675,10 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
 
 
 def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
-    """Return the mutants to run: a dictionary from ids to mutants.
+    """Return the mutants to run, by id.
 
-    The id of a mutant is its position in the list that `sampled` returns for --only, --count and
-    --seed. With --ids, only mutants with the ids in --ids are returned.
+    The id of a mutant is its position in the list of `sampled` for --only, --count and --seed. With
+    --ids, only mutants with these ids are returned.
     """
     mutants = dict(enumerate(sampled(root, args.only, args.count, args.seed)))
     return (
@@ -701,8 +699,8 @@ def print_mutants(mutants: dict[int, Mutant]) -> None:
 def main() -> None:
     """Test mutants of raysim, each of which is the source with one change.
 
-    Print how many mutants no test notices, and which ones. Write the result of each mutant to the
-    JSON file of the option --out. With --list, only print the mutants.
+    Print how many and which mutants no test notices. Write the result of each mutant to the JSON
+    file of --out. With --list, only print the mutants.
     """
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about)

@@ -1,8 +1,8 @@
 """Make mutants of a Python source, for the command `mutants`.
 
-A mutant is a copy of the source with one change. The change is in a sign, an operator, a
-comparison, a constant, a name or the order of statements or arguments. Some parts of a source are
-never changed, such as messages, annotations, imports, decorators and assertions.
+A mutant is a copy with one change, in a sign, operator, comparison, constant, name or the order of
+statements or arguments. Some parts never change, such as messages, annotations, imports and
+assertions.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class Mutant:
     """One change of one file: `new` replaces the bytes from `start` to `end`.
 
     lines: the first and last line of the changed statement.
-    scopes: the first and last line of each function or class around this statement, the innermost
-    first.
-    label: the change in words, by which it is found again if lines move.
+    scopes: the same of each function or class around this statement, innermost first.
+    label: the change in words, by which it is found if lines move.
     """
 
     file: str

@@ -139,11 +139,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a machine received and sent over its link since the machine was made.
+    """The bytes that went over a machine's link since the machine was made.
 
-    received, sent: the bytes that the machine received and sent, including the headers of packets.
-    resent: an upper estimate of the bytes that the machine's TCP sent again, without headers. It is
-    the number of repeated TCP segments, multiplied by `SEGMENT_BYTES`.
+    received, sent: the bytes including the headers of packets.
+    resent: an upper estimate of the bytes that TCP sent again, without headers: the number of
+    repeated segments times `SEGMENT_BYTES`.
     """
 
     received: int  # by the machine
@@ -155,7 +155,6 @@ class Machine:
     """A machine of a `NetworkCluster`. A new machine is switched on.
 
     `kill` switches the machine off, and `start` switches it on again.
-    cluster: the cluster that the machine belongs to.
     number: the index of the machine in the cluster, from 0.
     link: the properties of the machine's link to the switch.
     """
@@ -362,8 +361,8 @@ class NetworkCluster:
     """Machines that are joined by a switch, for use in a `with` statement.
 
     machines: the number of machines.
-    links: rate, delay and loss of some machines' links, by the machine's number. The link of a
-    machine that is not in `links` is not limited, delayed or lossy.
+    links: rate, delay and loss of links, by machine number. All other links have no limit, delay or
+    loss.
     environment: further environment variables of all processes.
     """
 
@@ -415,10 +414,9 @@ class NetworkCluster:
         self.close()
 
     def start_ray(self, cpus: Sequence[int], **environment: str) -> None:
-        """Start Ray on the first len(cpus) machines; machine 0 is the head.
+        """Start Ray on the first len(cpus) machines, one after another; machine 0 is the head.
 
-        The machines start one after another, because each start needs a core for some seconds.
-        cpus: for each machine that starts Ray, the number of CPUs that it declares to Ray.
+        cpus: for each machine that starts Ray, the number of CPUs that it declares.
         environment: further environment variables of Ray's processes.
         """
         for machine, count in zip(self.machines, cpus, strict=False):
@@ -449,15 +447,15 @@ def open_tap(namespace: str, name: str) -> int:
 
 
 def relay(switch: str, near: str, far: str, delay_s: float, loss: float, seed: int) -> None:
-    """Make two network devices of the switch, and pass frames between them with delays and losses.
+    """Pass frames between two new network devices of the switch, with delays and losses.
 
-    This function never returns. To end the relay, kill its process.
+    This function never returns: kill its process to end it.
 
     switch: the network namespace of the switch.
-    near, far: the names of the two devices.
-    delay_s: the delay in seconds in each direction.
+    near, far: the names of the devices.
+    delay_s: the delay in each direction, in seconds.
     loss: the fraction of frames that are lost.
-    seed: the seed of the random losses.
+    seed: the seed of the losses.
     """
     taps = [open_tap(switch, near), open_tap(switch, far)]
     other = dict(zip(taps, reversed(taps), strict=True))
@@ -495,7 +493,7 @@ def parse_link(text: str) -> tuple[int, Link]:
 
 
 def prompt(cluster: NetworkCluster, cpus: int) -> None:
-    """Execute the commands that the user types, until `quit` or the end of the standard input.
+    """Execute commands from the standard input, until `quit` or the end of the input.
 
     The text at the beginning of this file explains the commands.
     cpus: the number of CPUs that a machine declares to Ray if a command starts the machine.

@@ -59,11 +59,10 @@ def checksums(summary: dict[str, Any]) -> tuple[str, str]:
 
 
 def expected(folder: Path, rounds: int, *words: str) -> tuple[str, str]:
-    """Make a run with `runtime=inprocess` and return the checksums of its model and state.
+    """Make a run with `runtime=inprocess`; return the checksums of its model and state.
 
     A run on the cluster with the same overrides must have the same checksums.
-    folder: the folder in which the run writes its folder.
-    rounds: the number of rounds.
+    folder: the parent folder of the run's folder.
     words: overrides, in addition to `OVERRIDES`.
     """
     words = (*OVERRIDES, *words, f"rounds={rounds}", "runtime=inprocess", f"out={folder / 'run'}")
@@ -131,8 +130,8 @@ def test_run_with_client_states_has_equal_bits_if_machines_change(
 ) -> None:
     """Change the machines of a run: machine 2 joins, machine 1 leaves, and machine 2 is killed.
 
-    Before machine 2 is killed, it is cut off from the network for a few seconds. The kill loses the
-    client states on machine 2, so the run restarts from its last checkpoint.
+    Machine 2 has no network in the last seconds before the kill. Its client states are lost, so the
+    run restarts from the last checkpoint.
     """
     head, leaving, late = network.machines
     out = network.shared / "changing"
@@ -166,9 +165,9 @@ def test_sum_of_updates_is_sent_only_once_over_a_slow_link(
 ) -> None:
     """Train over a slow link; each sum of updates is sent once, and the results stay the same.
 
-    Sending a sum takes more than three seconds. Meanwhile raysim looks for lost nodes every second,
-    and must not fetch the sum again. So the coordinator's machine receives at most 30% more bytes
-    than the history says. The checksums are equal to those of a run in one process.
+    Sending a sum takes over three seconds, and raysim looks for lost nodes every second. The
+    coordinator's machine receives at most 30% more bytes than the history says. The checksums equal
+    those of a run in one process.
     """
     head, _, lost = network.machines
     lost.start()

@@ -28,7 +28,7 @@ def batches(
     """Yield the normalised batches of a client's job; each epoch shuffles the samples again.
 
     turn: the number of the client's job, from 0.
-    whole: True if all batches have at least two samples: a last batch of one sample is left out.
+    whole: True leaves out a last batch of one sample.
     """
     dataset, rows = data.open(), data.partition.train.rows(client)
     shuffle = stream(SEED, "batches", client, turn)

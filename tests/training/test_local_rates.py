@@ -65,8 +65,8 @@ def plain_loop(
 ) -> list[Tensor]:
     """Train on the recorded batches in a loop of PyTorch alone, and return the parameters.
 
-    make_optimizers(model): the optimizers, of classes of torch.optim. Each step uses all of them.
-    factors: for each step, the factor of all learning rates; None: 1.
+    make_optimizers(model): optimizers of torch.optim. Each step uses all of them.
+    factors: for each step, the factor of all learning rates; None means 1.
     """
     model: Any = build_model(run_spec()).train()
     optimizers = make_optimizers(model)

@@ -136,9 +136,9 @@ def by_hand(
     """Return the mean task loss over all samples that some jobs train on.
 
     A sample counts as often as a job trains on it. Steps with another loss are left out.
-    losses: for each client, the losses of its samples.
+    losses: the losses of each client's samples.
     jobs: pairs of a client and the index of its job.
-    watch: the method that has recorded which samples are in which batches of each job.
+    watch: the method that has recorded the samples of each batch.
     """
     seen = []
     for client, turn in jobs:

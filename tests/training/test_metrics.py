@@ -49,9 +49,9 @@ def top_five_accuracy(labels: np.ndarray, outputs: np.ndarray) -> float:
 
 
 def mean_area_under_curve(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """Return the mean area under the ROC curve over the columns of `labels` that have both 0 and 1.
+    """Return the mean area under the ROC curve over the columns of `labels` with both 0 and 1.
 
-    The result is nan if no column has both.
+    The result is nan without such a column.
     labels: 0 or 1 for each sample and label, [samples, labels].
     outputs: the scores of the model, [samples, labels].
     """
@@ -131,10 +131,9 @@ def test_metric_equals_that_of_scikit_learn(
 def check_metric(kind: Kind, name: str, samples: int, width: int, fraction: float) -> None:
     """Compare a metric with scikit-learn's on random labels and outputs.
 
-    samples: the number of samples.
     width: the number of outputs of each sample.
-    fraction: for classification, the fraction of classes that labels are drawn from, at least one
-    class. For "multilabel", the probability that a label is 1. For regression, it is not used.
+    fraction: for classification, the fraction of classes that have labels, at least one class. For
+    "multilabel", the probability that a label is 1. For regression, unused.
     """
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)

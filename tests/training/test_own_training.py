@@ -68,8 +68,8 @@ def test_own_training_loop_equals_raysims_steps() -> None:
 class Moves(Method):
     """A method that stores `update.moves` of each update in a list.
 
-    `update.moves` has a tuple (start, stop, rates) for each trained range of the shared parameters.
-    `rates` is the sum of the learning rates of all optimizer steps on this range.
+    `update.moves` has (start, stop, rates) for each trained range of the shared parameters. `rates`
+    is the sum of the learning rates of all optimizer steps on this range.
     """
 
     name = "moves"
@@ -182,9 +182,9 @@ def test_own_training_refuses_settings_of_training_steps(setting: str, value: ob
 class Replacing(Method):
     """A method whose training function adds 1 to each tensor, or makes a mistake.
 
-    how: what the training function does. "assign": it puts new tensors into the model, so that the
-    model's tensors are no longer views of raysim's vector. The mistakes are "shape": it changes the
-    shape of a tensor; "result": it returns a wrong type; "error": it raises SystemExit.
+    how: "assign" replaces the model's tensors, which are views of raysim's vector, by new ones. The
+    mistakes are "shape" (changes a tensor's shape), "result" (returns a wrong type) and "error"
+    (raises SystemExit).
     """
 
     name = "replacing"

@@ -34,9 +34,9 @@ JOBS = [
 class GatherLog:
     """A trainer of a tiny run, with a log of the samples that it reads from its data.
 
-    Each call of `trainer.data.gather` adds a pair to the list `gathered`: the positions of the
-    samples, and their inputs.
-    options: keyword arguments of `tiny_runs.run_spec`, which configures the run.
+    Each call of `trainer.data.gather` adds a pair to `gathered`: the positions and the inputs of
+    the samples.
+    options: arguments of `tiny_runs.run_spec`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any):
@@ -175,8 +175,8 @@ def test_gradients_pass_through_frozen_networks() -> None:
 class Starting(Method):
     """A method with a personal head, which it sets to zero at the start of each job.
 
-    In each step it asserts that the head is also zero in `job.frozen()`. This is a copy of the
-    model from which the job started.
+    Each step asserts that the head is also zero in `job.frozen()`, a copy of the model from which
+    the job started.
     steps: the number of steps so far.
     """
 

@@ -33,11 +33,10 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A PyTorch mode that counts calls of tensor functions that wait for a device or copy from it.
+    """A PyTorch mode that counts calls of functions that wait for a device or copy from it.
 
-    The attribute `count` is a dictionary with two numbers:
-    "waits": the number of calls of functions that wait for a device, such as `Tensor.item`.
-    "copies": the number of calls of `Tensor.cpu`, which copies a tensor to CPU memory.
+    count["waits"]: the number of calls of functions that wait for a device, such as `Tensor.item`.
+    count["copies"]: the number of calls of `Tensor.cpu`.
     """
 
     def __init__(self) -> None:
@@ -51,11 +50,10 @@ class CallCounter(TorchFunctionMode):
 
 
 def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str], Any]:
-    """Train four clients in one worker; return the counts of `CallCounter` and the worker's result.
+    """Train four clients in one worker; return the calls and the worker's result.
 
-    The counts are the number of calls that wait for a device, and of copies to CPU memory.
-    methods: the methods of the run.
-    is_summed: True: the worker returns sums of two updates; False: single updates.
+    The calls are the counts of `CallCounter`.
+    is_summed: True lets the worker return sums of two updates, False single updates.
     """
     spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))
     worker, coordinator = Worker(spec), coordinate(spec)

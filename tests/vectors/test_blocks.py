@@ -143,7 +143,7 @@ def load_rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
 def result(made: Any) -> tuple[float, int]:
     """Call a compiled rule on an array with the single value 3.
 
-    Return the value that it computes, and how many times its machine code came from the cache.
+    Return the computed value, and how many times the machine code came from the cache.
     made: the compiled rule, called as made(output, input). It writes to `output`.
     """
     into = np.zeros(1)

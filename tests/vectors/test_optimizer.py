@@ -1,7 +1,7 @@
 """Test the settings of the local optimizer, and that its three implementations are equal.
 
-The same optimizer is implemented for one client, for several lanes, and for recorded steps. All
-three must make the same steps. The file training/test_step.py tests the steps of one optimizer.
+The implementations are for one client, for several lanes, and for recorded steps. The file
+training/test_step.py tests the steps of one optimizer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, 
 
     The parameters start at 1. The gradients are [3, 4, 5] in the first step, [4, 5, 6] in the
     second, and so on.
-    steps: the number of steps.
     """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):
