@@ -450,7 +450,7 @@ class Evaluator:
         """Return the mean loss of a model on each client's training samples, float64 [clients].
 
         samples: the number of samples that are drawn from a client with more; None uses all.
-        version: it changes only which samples are drawn.
+        version: the number of aggregations so far, which changes only the drawn samples.
         loaders: for each client, a function that returns a reference to the model version.
         """
         calls = self._start_losses(clients, samples, version, loaders)

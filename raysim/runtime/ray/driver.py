@@ -103,8 +103,8 @@ def plan_now(
     """Choose the number of workers, and the resources that each of them reserves.
 
     If `runtime.workers` is null, the nodes' resources decide, up to `concurrency` clients in
-    flight. In a cluster that raysim has joined, resources of other runs are not counted. Inside a
-    trial of a sweep, the trial's placement group decides.
+    flight. In a cluster that raysim has joined, resources that other runs use are left out. Inside
+    a trial of a sweep, the trial's placement group decides.
     measure: trains one job and returns the memory that it needs.
     Raises ValueError if the cluster is too small.
     """

@@ -30,7 +30,7 @@ def object_workers(
     Yield the runtime with which the caller calls methods of these objects.
     kind: a class with a method `ready`.
     options: if `runtime.workers` is None, as many actors start as fit on the nodes.
-    device, threads: what each actor uses, for example "cuda".
+    device: the device of each actor, such as "cuda".
     most: the largest number of actors.
     Raises ValueError if Ray does not start or the cluster is too small.
     """
