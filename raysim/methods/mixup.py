@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 
 
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return labels as rows of class probabilities, [..., C].
+    """Return labels as rows of class probabilities, [..., C], where C is `num_classes`.
 
-    labels: class numbers, int64 [...]; or probabilities, floats [..., C], which are returned
-    unchanged.
-    num_classes: the number C of classes.
+    labels: int64 class numbers [...]; or probabilities [..., C], which are returned unchanged.
     dtype: the type of the rows made from class numbers.
     """
     if labels.is_floating_point():
@@ -52,10 +50,9 @@ def mixed_batch(
 ) -> dict[str, Tensor]:
     """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
-    labels: int64 [B], or rows of probabilities [B, C].
-    num_classes: the number C of classes.
+    labels: int64 [B], or probabilities [B, C], where C is `num_classes`.
     lam: the weight of a sample, from 0 to 1. The sample's partner has the weight 1 - lam.
-    permutation: int64 [B], the position of each sample's partner in the batch.
+    permutation: int64 [B], the position of each sample's partner.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {
@@ -83,7 +80,8 @@ class Mixup(Method):
     """A method that trains on weighted means of two samples and of their labels.
 
     `Batch.pair` keeps the labels of both samples, for methods that need class numbers.
-    alpha: both parameters of the Beta distribution from which each batch's weight is drawn.
+    alpha: both parameters of the Beta distribution of the mixing weight, which is drawn for each
+    batch.
     """
 
     name = "mixup"

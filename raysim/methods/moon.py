@@ -99,10 +99,10 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Declare the client state: the vectors of the client's previous models, [count, d].
+        """Declare the client state: the vectors of the client's previous models, one in each row.
 
-        count is 0 before the client's first job, and at most the setting `previous`. With mu=0,
-        there is no such state.
+        There are none before the client's first job, and at most as many as the setting `previous`.
+        With mu=0, there is no such state.
         """
         run.needs("features")
         if self.mu:

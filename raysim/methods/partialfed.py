@@ -89,10 +89,8 @@ def partial_initialize(
 ) -> list[Tensor]:
     """Return for each layer a mixture of the received values and the client's values.
 
-    global_layers: the received values of each of L layers.
-    local_layers: the client's values of each layer.
-    load_global: [L], from 0 to 1, the weight of each layer's received values; or bool [L], True for
-    the received values alone, False for the client's values alone.
+    global_layers, local_layers: for each of L layers, the received values and the client's values.
+    load_global: [L], the weight of each layer's received values: floats from 0 to 1, or bool.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -288,10 +286,10 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Train the policy for `policy_steps` steps; return which of L layers the job loads.
+        """Train the policy for `policy_steps` steps; return which layers the job loads.
 
-        The result is bool [L], True for a layer to load from the server. The model does not change.
-        layers: the paths of the model's L layers.
+        The result is bool [layers], True for a layer to load from the server. The model does not
+        change.
         """
         logits = job.state["logits"].clone()
         optimizer = LocalOptimizer(OptimizerSettings("adam"))
@@ -371,8 +369,7 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
     """Return the shared tensors by path, mixed from received and previously trained values.
 
     The result is differentiable with respect to `shares`.
-    layers: the paths of the model's L layers.
-    shares: [L], from 0 to 1, the weight of each layer's received values.
+    shares: [layers], from 0 to 1, the weight of each layer's received values.
     """
     entries = [
         entry for entry in job.layout.entries if entry.network == "model" and not entry.personal

@@ -135,7 +135,7 @@ class PseudoData:
         return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Store the means that all clients sent before round 0 in the server state.
+        """Store in the server state the means that all clients sent before round 0.
 
         With refresh="once", store only a random part of the means, for the whole run. The setting
         `rows` is the size of this part.
@@ -196,8 +196,8 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
     """Return means of samples drawn from the client with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: with "classes", all of the client's classes are equally probable. With other values,
-    all samples are equally probable.
+    sources: "classes" gives all of the client's classes equal probability, other values all
+    samples.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -241,7 +241,7 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
     """Return the start and the width of k clients' intervals in [0, 1), both float64 [k].
 
     The width is the probability of the client.
-    ends: float64 [all clients], the ends of the intervals of all clients.
+    ends: [all clients], the ends of all clients' intervals.
     clients: int64 [k], the client numbers.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
@@ -325,8 +325,8 @@ def proxy_means(
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
     """Raise ValueError if a public set does not fit the data on which the run trains.
 
-    The inputs of both must have the same shape. `proxy.mean` and `proxy.std` must be None, or have
-    one value or one value for each channel.
+    The set must have inputs of the run's shape. `proxy.mean` and `proxy.std` must have one value,
+    or one for each channel; None is allowed.
     dataset: the public set, which `proxy` has built.
     """
     shape, (channels, *size) = dataset.shape, run.task.shape

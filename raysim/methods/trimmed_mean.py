@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def num_trimmed(count: int, share: float) -> int:
-    """Return how many values are left out at each end: count * share, rounded down.
+    """Return how many values a trimmed mean leaves out at each end.
 
-    count: the number of all values.
-    share: 0.2 leaves out the largest 20 % and the smallest 20 % of the values.
+    This is count * share, rounded down: a share of 0.2 leaves out the largest 20 % and the smallest
+    20 %.
     """
     # 0.29 x 100 is 28.999999999999996 in floating point.
     return int(share * count + 1e-9)

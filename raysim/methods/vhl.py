@@ -117,9 +117,8 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
     """Pad images with zeros, crop them to their old size, and flip some; return [B, c, h, w].
 
-    images: [B, c, h, w].
-    down, right: int64 [B], the top left corner of each crop in the padded image, from 0 to
-    2 * padding pixels.
+    down, right: int64 [B], the top left corner of each crop in the padded image, from 0 to 2 *
+    padding pixels.
     flip: int64 [B], 1 mirrors the image from left to right.
     padding: the number of zero pixels at each edge.
     """

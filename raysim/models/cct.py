@@ -1,7 +1,7 @@
 """CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
-It follows the code of Hassani et al. (2021), without an output layer that their code never uses.
-`Block` says how its blocks differ from usual transformer blocks.
+The network follows the code of Hassani et al. (2021), without an output layer that their code never
+uses. `Block` says how the blocks differ from usual transformer blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Cct7(ModelRecipe):
 
     Training draws random numbers, unless both rates are 0.
     attention_dropout: the dropout rate of attention probabilities.
-    drop_path: the rate of stochastic depth in the last block. From 0 in the first block, the rate
-    grows by the same amount with each block.
+    drop_path: the rate of stochastic depth in the last block. It grows linearly from 0 in the first
+    block.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

@@ -20,10 +20,9 @@ Shape = tuple[int, ...]  # of one input; channels, height and width of an image
 class Classifier(nn.Module):
     """A neural network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
-    The layer from features to logits, a `Linear(F, C)`, is the head.
+    `extractor` maps x to features; the head, a `Linear(F, C)`, maps features to logits.
     is_split: False for a model without separate features and head.
-    extractor: the module that maps x to features.
-    feature_dim, num_classes: the numbers F of features and C of outputs.
+    feature_dim, num_classes: the numbers F and C.
     """
 
     is_split: ClassVar[bool] = True
@@ -70,7 +69,6 @@ class ModelRecipe:
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """Return a new neural network, initialised from torch's generator, which the caller seeds.
 
-        input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
         tokens: the vocabulary of token inputs; None if inputs are not token numbers.
         """

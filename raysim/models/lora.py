@@ -64,8 +64,7 @@ class Lora:
 class Adapter:
     """The adapter of one layer.
 
-    layer: the name of the layer in the model.
-    a, b: the names of the parameters A and B in the model.
+    layer, a, b: the names of the layer and of the parameters A and B in the model.
     scaling: the factor of the product of A and B.
     is_embedding: True if the layer is an embedding: A starts at 0, B at random values.
     """
@@ -104,8 +103,8 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Add adapters to the layers in front of a model's head; return the model.
 
-    Only the adapters and the head are trained. All other parameters are frozen, and do not travel
-    between server and clients. In a model without a separate head, only the adapters are trained.
+    Only the adapters and the head, if it is separate, are trained. All other parameters are frozen
+    and do not travel between server and clients.
     Raise ValueError if peft is missing, or if a layer cannot have an adapter of this rank.
     """
     if lora.rank == 0:
@@ -143,7 +142,7 @@ def _linear_types() -> tuple[type[nn.Module], ...]:
 def _usual_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
     """Return the names of the layers that get an adapter if `model.lora.layers` is null.
 
-    inner: the model without its head; the whole model if it has no separate head.
+    inner: the model without its separate head, if it has one.
     place: words for the error, such as " in front of its head".
     """
     output_layers = _output_layers(inner)

@@ -229,9 +229,8 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
     """Return True if a network returns the outputs of its layer `name` unchanged.
 
     In training mode and in evaluation mode, the layer must run once, and the network must return
-    the layer's tensor object. Equal numbers are not enough: a dropout after the layer changes no
-    numbers in evaluation mode.
-    inputs: a batch of samples [B, ...].
+    the layer's tensor object. Equal numbers are not enough: dropout changes no numbers in
+    evaluation mode.
     """
     layer_outputs: list[object] = []
 
@@ -304,7 +303,6 @@ class ExternalModel(ModelRecipe):
         """Return the network as the user or the library defines it, before raysim splits it.
 
         A subclass must override this function.
-        input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
         tokens: the vocabulary of token inputs; None if inputs are not token numbers.
         """
@@ -324,9 +322,9 @@ class ExternalModel(ModelRecipe):
 class CustomModel(ExternalModel):
     """A recipe for a user's network.
 
-    source: a module with its initial parameters, or a function or class that makes a module.
-    options: arguments of the function or class. raysim adds input_shape, num_classes and tokens if
-    the function or class has these arguments and `options` does not set them.
+    source: a module with its initial parameters, or a callable that makes a module.
+    options: arguments of the callable. raysim adds input_shape, num_classes and tokens if the
+    callable has these arguments and `options` does not set them.
     """
 
     source: nn.Module | Callable[..., nn.Module]

@@ -62,12 +62,13 @@ class HalfWeight(nn.Module):
 
 
 class FourBitWeight(nn.Module):
-    """A frozen weight with 4 bits for each entry, and a scale for each block of 64 entries.
+    """A frozen weight with 4 bits for each entry, and a float32 scale for each 64 entries.
 
-    Its two parameters have integer types, which stay if the network is converted to another type.
+    Both parameters have integer types, so that no conversion of the network to another type changes
+    them.
 
-    - `codes`, uint8 [blocks, NF4_BLOCK / 2]: each byte has the codes of two entries.
-    - `scales`, int32 [blocks]: the 32 bits of each block's float32 scale.
+    - `codes`, uint8 [blocks, 32]: each byte has the codes of two entries.
+    - `scales`, int32 [blocks]: the bits of the scales.
     """
 
     def __init__(self, weight: Tensor):

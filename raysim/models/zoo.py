@@ -262,7 +262,6 @@ def _load_fitting_values(
     """Load the pretrained values for which the network has a tensor of equal name and shape.
 
     values: the pretrained values, by the names of the tensors.
-    name: `model.name`, for errors.
     num_classes: the number of outputs of the network's head.
     Raise ValueError if two tensors of the same name have different shapes, except in the head.
     """
@@ -342,11 +341,11 @@ def _check_shapes(
 
 
 def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | None) -> list[str]:
-    """Return the names of the weights that stay random, because no pretrained file has them.
+    """Return the names of the network's weights that stay random, except those of the head.
 
-    missing: the names of the weights that are in no file of the pretrained model.
-    head_size: the number of outputs of the head. Weights with this number of rows are left out,
-    because they belong to the head. None leaves out no weights.
+    missing: the names of the weights that no pretrained file has.
+    head_size: the number of outputs of the head. Weights with this number of rows belong to the
+    head. None leaves out no weights.
     """
     state = net.state_dict()
     return [
@@ -359,7 +358,6 @@ def _check_length(name: str, config: Any, length: int) -> None:
 
     A model with rotary positions can read rows of any length.
     name: `model.name`, for the error.
-    config: the configuration of the model of `transformers`.
     length: the number of tokens in a row.
     """
     has_rotary_positions = any(key.startswith("rope") for key in config.to_dict())

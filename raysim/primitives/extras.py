@@ -44,8 +44,7 @@ def is_instance_of(value: object, module: str, *names: str) -> bool:
     """Return True if a value is an instance of any of the classes `names` in a module.
 
     The module is not imported: before its import, no value can be an instance of its classes.
-    module: the name of the module, such as "pandas".
-    names: such as "DataFrame".
+    module, names: for example "pandas" and "DataFrame".
     """
     imported = sys.modules.get(module)
     return imported is not None and isinstance(

@@ -37,7 +37,6 @@ class InputField(NamedTuple):
     """One of several inputs of a sample.
 
     name: the model's argument that gets this input; "" if the model takes inputs by position.
-    shape: the shape of this input in one sample.
     has_tokens: True for token numbers, which the model gets as int64; False for floats.
     """
 
@@ -49,7 +48,6 @@ class InputField(NamedTuple):
 class TargetField(NamedTuple):
     """One array of the target of a sample, such as its boxes [k, 4].
 
-    name: the name of the array, such as "boxes".
     shape: the largest shape in the data set; samples may be shorter along the first axis.
     has_integers: True if the values are int64, False if they are floats.
     """

@@ -41,8 +41,8 @@ class Report:
     """Several runs, grouped by their settings, with tables and figures that compare them.
 
     groups: one group of runs for each setting, in the order of the tables' rows.
-    view: the columns and thresholds of the tables, and the rule for bold values. With
-    `view.percent`, scores between 0 and 1 are shown in percent.
+    view: the columns, thresholds and bold values of the tables. With `view.percent`, scores between
+    0 and 1 are shown in percent.
     width: the width of the figures in inches.
     """
 

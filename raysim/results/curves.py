@@ -63,10 +63,10 @@ class Curve:
     """One line of a plot.
 
     label: the name of the curve in the legend.
-    points: pairs (row, y) for the rounds in which y was measured; the row of the history also
-    contains x.
+    points: pairs (row, y) for the rounds in which y was measured; `row`, from the history, contains
+    x.
     colour, dash: positions in the lists of colours and dashes.
-    deviations: the deviation over seeds at each point; empty if there are too few seeds.
+    deviations: the deviation over seeds at each point; empty with too few seeds.
     """
 
     label: str
@@ -77,12 +77,10 @@ class Curve:
 
 
 def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
-    """Return the curve of a column's finite values.
+    """Return the curve of the finite values in the column `key` of a run's history.
 
     label: the name of the curve in the legend.
-    rows: the history of a run.
-    key: the column.
-    index: the position of the curve in the plot, which selects its colour and dashes.
+    index: the position of the curve in the plot, which selects the colour and the dashes.
     """
     points = []
     for row, y in zip(rows, column(rows, key), strict=True):
@@ -193,7 +191,6 @@ def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> No
 
     If no curve has a value of this quantity, draw a note instead.
     axis: the quantity on the horizontal axis.
-    ylabel: the label of the vertical axis.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -317,8 +314,8 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis would tell more than the plot against rounds.
 
-    It tells nothing more if all curves have almost the same value in the same round. Return False
-    for wall time, which depends on the machine, and True for rounds.
+    A plot tells nothing more if all curves have almost the same value in the same round. Return
+    False for wall time, which depends on the machine, and True for rounds.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -360,7 +357,6 @@ def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str
 
     The quantities are rounds, traffic, virtual time and wall time, and also each of energy, money
     and CO2 that is above 0 at some point.
-    ylabel: the label of the vertical axes.
     """
     replace_file(path, _draw_png(curves, title, ylabel))
 
@@ -370,7 +366,6 @@ def _draw_png(
 ) -> bytes:
     """Return a PNG with one panel for each horizontal axis; every panel shows all curves.
 
-    ylabel: the label of the vertical axes.
     axes_shown: the quantities on the horizontal axes. () takes rounds, traffic, virtual time and
     wall time, and also each of energy, money and CO2 that is above 0 at some point.
     """
@@ -437,7 +432,6 @@ def draw_run(
 ) -> list[Path]:
     """Draw one run: write METRIC.png for each metric, and loss.png; return their paths.
 
-    rows: the history.
     only_rounds: True draws the curves only against the rounds, in a quarter of the time. False also
     draws them against other quantities, such as traffic.
     """

@@ -52,7 +52,6 @@ def figure_file(
     """Yield a figure with the colours and fonts of the report; write it as a PNG after `with`.
 
     path: the file, or a buffer in memory that gets the PNG.
-    title: the text above the figure.
     size: width and height in inches of 130 pixels.
     dark: True draws for a dark page.
     about: metadata of the file.
@@ -84,7 +83,7 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the features that trained models and the received model compute.
 
-    All models get the same samples, and t-SNE maps their features to points in the plane. The shown
+    All models get the same samples. t-SNE maps the features to points in the plane. The shown
     clients received the same model. Without finite features, the picture shows a sentence.
     """
     chosen = _comparable_probes(probes)
@@ -126,9 +125,8 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 def _shown_rows(labels: Ints) -> Ints:
     """Return the positions of at most `_FEATURE_ROWS` rows to plot.
 
-    They are the first rows of each of up to 10 classes, equally many for each class that has
-    enough.
-    labels: int [rows], the class of each row of the probes.
+    These are the first rows of up to 10 classes, equally many for each class that has enough.
+    labels: int [rows], the class of each row.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
     rows_per_class = max(1, _FEATURE_ROWS // len(classes))
@@ -447,7 +445,6 @@ def _draw_column(ax: Axes, rows: Sequence[Row], key: str, label: str, **style: A
     """Draw the finite values of a column over the rounds.
 
     Returns a list with the line, or an empty list if the column has no finite value.
-    label: the name of the line in the legend.
     style: arguments of matplotlib's `plot`.
     """
     from matplotlib.ticker import MaxNLocator

@@ -144,7 +144,6 @@ class JobWriter:
 
         The stored jobs of later rounds are removed. Returns None if a continued run has no file of
         jobs.
-        folder: the run's folder.
         rounds: the number of rounds up to the run's checkpoint; 0 for a new run.
         """
         paths = _job_files(folder)

@@ -419,7 +419,7 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
 
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
     example: two inputs, [2, ...], with which PyTorch traces the model.
-    folder: the folder of the run, which gets a folder for the model.
+    folder: the folder of the run.
     Raises PyTorch's error if the model cannot be traced.
     """
     set_mlflow_environment()

@@ -178,7 +178,6 @@ def format_mean(mean: float | None, deviation: float | None, show: FormatNumber)
 
     The unit is only at the end: "7.68 ± 1.55 MB".
     mean: None if it is missing.
-    deviation: the standard deviation.
     show: function that formats one number, or None, with its unit.
     """
     if deviation is None:

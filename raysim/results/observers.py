@@ -323,7 +323,6 @@ class AbsentClients(Observer):
     With more than `MAX_CLIENTS` clients it does nothing.
     find_presence: function that returns when clients are available; None if they always are.
     clients: the numbers of the clients that have training samples.
-    note: function that prints a line.
     """
 
     MAX_CLIENTS = 100_000  # with more clients, the check would take seconds
@@ -362,7 +361,6 @@ class IdleWorkers(Observer):
     """An observer that prints, at the end, the share of time in which workers were busy.
 
     Use it only for runs in which workers may have to wait for the planner.
-    say: function that prints a line.
     reason: why the run plans only one aggregation at a time, without a full stop.
     """
 
@@ -489,7 +487,6 @@ class ClientFiles(Observer):
     """An observer that writes each client's samples, last scores, and scores of all rounds.
 
     The files are split.parquet, clients.parquet and client_scores.parquet, in this order.
-    data: the clients' data.
     network: the server's models (replicas), and which of them serves each client.
     """
 
@@ -541,7 +538,6 @@ class ClientFiles(Observer):
 class FailureFile(Observer):
     """An observer that writes failures.jsonl: a line for each client that failed in a round.
 
-    note: function that prints a line.
     data: the clients' data. If it names the user (person) of each client, each line of
     failures.jsonl has this name.
     """

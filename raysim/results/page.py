@@ -92,8 +92,7 @@ Shown: TypeAlias = dict[str, Any]  # values for the template
 class ReportSection:
     """A section that a study or a sweep adds to the report: text, a table and a picture.
 
-    title: the heading.
-    text: a paragraph below the heading.
+    text: a paragraph below the heading `title`.
     columns: the columns of the table.
     picture: PNGs for a light and a dark page; None without a picture.
     notes: sentences at the end of the section.
@@ -330,8 +329,6 @@ def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePa
 
     Each metric and loss has a row of plots, with one plot for each horizontal axis, such as rounds.
     groups: one group of runs for each setting.
-    folder: where the PNGs are written.
-    view: the columns of the tables, and whether scores are shown in percent.
     """
     rows: list[Shown] = []
     folded_rows: list[Shown] = []
@@ -389,8 +386,8 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    Its plot has a curve for each setting: for each score, the share of clients that have this score
-    or a lower one. The clients of all seeds are counted together.
+    The part's plot has a curve for each setting: for each score, the share of clients that have
+    this score or a lower one. The clients of all seeds are counted together.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
@@ -469,8 +466,8 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
-    It names up to `LOWEST_USERS` clients of each group's first run, and the user (person) of each.
-    Return [] if none of these runs stores both users and scores.
+    The table names up to `LOWEST_USERS` clients of each group's first run, and their users
+    (persons). Return [] if no first run stores both users and scores.
     factor: 100 shows scores in percent, and 1 shows them unchanged.
     """
     labels: list[str] = []
@@ -504,10 +501,10 @@ def _scores(run: Run) -> np.ndarray:
 
 
 def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
-    """Return the clients' scores, ascending, and the median number of test samples of a client.
+    """Return the clients' scores, ascending, and the median number of test samples.
 
-    Both cover all seeds, without clients that were not scored or never trained. The median is None
-    if no clients are left.
+    The clients of all seeds count, except those that were not scored or never trained. The median
+    is None if no clients are left.
     """
     scores = [np.empty(0)]
     test_samples = [np.empty(0)]

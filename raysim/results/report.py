@@ -110,9 +110,9 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
 def _rank(runs: Sequence[Run]) -> float:
     """Return a number by which settings are sorted: the best setting has the smallest number.
 
-    It is the mean over the runs of the score `best5_mean`, times -1 if a higher score is better.
+    The number is the mean of the runs' scores `best5_mean`, times -1 if a higher score is better.
     Without scores, it is infinity.
-    runs: the runs of one setting, which differ in their seeds.
+    runs: the runs of one setting.
     """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
     if not scores:
@@ -181,8 +181,8 @@ def _threshold_columns(
 def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
     """Return the columns of a table that compares runs, with one row for each run.
 
-    limit: the most columns that show the first round in which each run reached a target score.
-    `limit` has no effect if `view.columns` names the columns.
+    limit: the largest number of columns about thresholds (target scores). It has no effect if
+    `view.columns` names the columns.
     Raises `ValueError` for a column that no run has.
     """
     data = [str(_data_settings(run)) for run in runs]
@@ -346,8 +346,8 @@ def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
     """Return a dict whose keys describe the main scores of the runs.
 
     A key names the metric and the test samples, such as "accuracy on the central test set". The
-    value is True if any run with this key has scores on the clients' test sets and on the central
-    one.
+    value is True if a run with this key has both scores on the clients' test sets and on the
+    central test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -567,7 +567,7 @@ def result_columns(
 
 
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
-    """Return a column with a row for each group of runs, from a column with a row for each run.
+    """Return a column with a row for each group, from a column with a row for each run.
 
     A row shows the mean of the group's runs and, except in the column "rounds", the deviation of
     several runs.

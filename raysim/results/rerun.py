@@ -13,8 +13,7 @@ def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
     """Return the command that repeats a run: `raysim run --config PATH --allow PACKAGE ...`.
 
     The packages are those of the classes in the configuration, except for raysim.
-    config: the stored configuration.
-    path: the file of the configuration.
+    config, path: the stored configuration and its file.
     overrides: further arguments at the end of the command.
     """
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")

@@ -13,7 +13,7 @@ from raysim.training.run_spec import RunSpec, declare_run
 
 
 class SharedModel(nn.Module):
-    """A model that maps raw inputs [B, ...] to outputs [B, outputs], such as logits of classes.
+    """A model that maps raw inputs [B, ...] to outputs [B, outputs], such as class logits.
 
     model: the network, whose inputs are normalised.
     pipeline: the object that normalises raw inputs as clients do.

@@ -31,7 +31,6 @@ class Run:
     rows: the history, a row per round.
     summary: the content of summary.json; for an unfinished run it is computed from the history.
     folder: the folder on this machine.
-    finished: False if the run has not ended.
     url: where the folder was fetched from; "" if it was not.
     """
 
@@ -53,9 +52,8 @@ class Run:
 def is_result_file(name: str) -> bool:
     """Return True for a file that belongs to a run's results.
 
-    Files of checkpoints are no results, and neither are locks and unfinished files, which have a
-    part of the path that starts with a dot.
-
+    Files of checkpoints, locks and unfinished files are no results. A lock or an unfinished file
+    has a name, or a folder, that starts with a dot.
     name: the file's path inside a folder of runs.
     """
     *folders, _ = parts = PurePosixPath(name).parts
@@ -228,7 +226,7 @@ def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the configuration keys whose values differ between runs, with the value of each run.
+    """Return the configuration keys whose values differ between runs, with the runs' values.
 
     The result maps a key, such as "local.lr", to one text for each run; "–" if a run lacks the key.
     The first keys are configuration groups, such as "method", with options as values.
@@ -276,8 +274,7 @@ def _defaults(group: str, option: str) -> dict[str, str]:
     """Return the values in the configuration file of an option, as text, by dotted key.
 
     Return {} if raysim has no such file.
-    group: the group of the option, such as "partition".
-    option: the name of the option, such as "dirichlet".
+    group, option: for example "partition" and "dirichlet".
     """
     path = conf_folder() / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
@@ -288,9 +285,9 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a label for each run, in the order of the runs.
 
-    The label is the name of the run's folder. If several folders have this name, it consists of the
-    differing settings ("fedprox, alpha=0.1"). If labels are still equal, they get the URL or path
-    in brackets. The label of an unfinished run ends with " (unfinished)".
+    The label is the name of the run's folder. If several folders have this name, the label consists
+    of the differing settings ("fedprox, alpha=0.1"). Labels that are still equal get the URL or
+    path in brackets. The label of an unfinished run ends with " (unfinished)".
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -319,9 +316,9 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
     """Return the settings without those whose values follow from the methods of the runs.
 
-    A value follows if any two runs with equal methods have equal values. The key "method" stays.
+    Values follow if any two runs with equal methods have equal values. The key "method" stays.
     Without this key, all settings stay.
-    settings: a dict from a key to the values of all runs; "method" has the methods of each run.
+    settings: from each key to the values of all runs.
     """
     methods = settings.get("method")
     if methods is None:

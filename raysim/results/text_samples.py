@@ -96,12 +96,10 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 class TextSamples(Observer):
-    """An observer that writes samples.txt, if the run trains a language model that clients share.
+    """An observer that writes samples.txt, if clients share a language model.
 
     If `evaluate.generate` asks for 0 tokens, it writes nothing. If each client has its own model,
     it prints how to get texts.
-    spec: the run.
-    note: function that prints a line.
     """
 
     def __init__(self, spec: RunSpec, note: PrintLine):

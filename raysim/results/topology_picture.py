@@ -34,7 +34,6 @@ def draw_topology(
 
     network: the replicas, the clients that each of them serves, and the links.
     clients: the columns of clients.parquet.
-    rows: the history.
 
     Returns False, and writes nothing, for one replica, more than `MAX_CLIENTS` clients, or clients
     without scores.
@@ -78,7 +77,6 @@ def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
     The columns are the traffic to the clients and the traffic to the replica, until the replica's
     last aggregation. A replica without an aggregation has 0.
     rows: the history.
-    replicas: the number of replicas.
     """
     megabytes = np.zeros((replicas, 2))
     for row in rows:

@@ -43,9 +43,8 @@ def read_record(folder: Path) -> Record:
 def read_backlog(folder: Path) -> list[Row]:
     """Return the history rows of a run that were not yet sent to MLflow.
 
-    They are the lines of `tracking_backlog.jsonl`. Lines that cannot be read are skipped; return []
-    if the file cannot be read.
-    folder: the run's folder.
+    The rows are the lines of `tracking_backlog.jsonl`. Lines that cannot be read are skipped.
+    Return [] if the file cannot be read.
     """
     try:
         lines = regular_file(folder / BACKLOG).read_bytes().splitlines()

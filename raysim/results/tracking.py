@@ -118,8 +118,7 @@ class StoredTracker:
     ) -> None:
         """Begin a run, or continue the run that the folder's record describes.
 
-        config: the configuration, by key; MLflow shows it as parameters.
-        tags: the tags that MLflow shows.
+        config, tags: the parameters and the tags that MLflow shows.
         rows: the earlier history of a resumed run.
         parent: the folder of the tracked study or sweep of this run; None without one.
         data: name and digest of the data set, and other facts about it.
@@ -138,11 +137,11 @@ class StoredTracker:
     ) -> None:
         """Write the record of a run that begins or continues, and collect its unsent rows.
 
-        config, tags: the settings and tags that MLflow shows.
+        config, tags: the parameters and the tags that MLflow shows.
         rows: the history so far.
         parent: the folder of the study or sweep; None for a single run.
-        data: a description of the data set; None if there is none.
-        sender: what sends the run to MLflow: "run" itself, or "ui" for `raysim ui`.
+        data: facts about the data set; None if there are none.
+        sender: what sends the run to MLflow: "run" (the run's process) or "ui" (`raysim ui`).
         """
         self._record.update(read_record(self._folder))
         for key in END_KEYS:
@@ -309,8 +308,7 @@ class Tracker(StoredTracker):
     ) -> None:
         """Begin or continue a run, and start the thread that sends it.
 
-        config: the configuration, by key; MLflow shows it as parameters.
-        tags: the tags that MLflow shows.
+        config, tags: the parameters and the tags that MLflow shows.
         rows: the earlier history of a resumed run.
         parent: the folder of the tracked study or sweep of this run; None without one.
         data: name and digest of the data set, and other facts about it.

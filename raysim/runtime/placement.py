@@ -125,9 +125,8 @@ class NoRoomError(ValueError):
 def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     """Return the resources that each worker reserves.
 
-    A worker on "cuda" reserves a whole GPU, unless `runtime.gpus` is set. It reserves a CPU for
-    each of its `threads` threads, unless `runtime.cpus` is set.
-    device: the device of the workers.
+    A worker on the device "cuda" reserves a whole GPU, unless `runtime.gpus` is set. Every worker
+    reserves one CPU per thread, unless `runtime.cpus` is set.
     Raises ValueError if the device does not fit the options.
     """
     if device.startswith("cuda:"):
@@ -221,7 +220,6 @@ def limit_by_memory(
     size: the planned number of workers and the resources of each of them.
     options: the settings `runtime.*`; with the strategy STRICT_PACK all workers are on one node.
     nodes: the resources of each node.
-    worker_bytes: the memory of a worker.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)
@@ -240,8 +238,6 @@ def _describe_shortage(
     """Describe which resource is scarcest, and what to change.
 
     If there is enough of each resource, but not on the same nodes, say that.
-    per_worker: the resources of a worker.
-    nodes: the resources of each node.
     workers, capacity: the requested number of workers and the number that fits.
     """
     capacities = {
@@ -281,8 +277,8 @@ def _describe_shortage(
 def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
     """Describe nodes as a text such as "2 nodes of 8 CPU each and a node of 4 CPU".
 
-    nodes: the resources of each node.
-    per_worker: the resources that a worker reserves. The text leaves out all other resources.
+    nodes: the resources of each node. The text names only resources that are in `per_worker`, which
+    a worker reserves.
     """
     kinds = Counter(
         format_resources({name: node.get(name, 0.0) for name in per_worker}) for node in nodes

@@ -29,11 +29,11 @@ USABLE_SHARE = 0.95  # share of a GPU's memory that can be used, because allocat
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory that jobs and client states need, and the memory that workers can use, in bytes.
+    """The memory that a job and a client state need, and the memory for workers, in bytes.
 
     job: the peak memory of a worker that trains and scores a client, or a client in each of its
     lanes.
-    room: the memory of the device that all its workers together can use.
+    room: the memory that all workers of the device together can use.
     state: the size of one client's state.
     """
 
@@ -111,7 +111,6 @@ def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
     """Return how many workers fit on a GPU next to the client states that the GPU stores.
 
-    need: the memory of a job, of a client's state, and of the GPU for workers.
     clients: the number of clients that have states.
     gpus: the number of GPUs, which store equal shares of the states.
     """

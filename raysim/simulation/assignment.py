@@ -155,10 +155,9 @@ def assign_consecutive_jobs(
 def _equal_load(work: float, loads: Sequence[float]) -> float:
     """Return the load that the least loaded workers have after they have shared some work.
 
-    The work fills up the smallest loads until they are equal. Workers with a higher load get no
-    work.
+    The work raises the smallest loads until they are equal. Workers with a higher load get no work.
     work: the number of samples to give to workers.
-    loads: for each worker, the number of samples before it gets this work.
+    loads: the number of samples that each worker already has.
     """
     ascending = sorted(loads)
     total = work

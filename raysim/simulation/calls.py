@@ -301,8 +301,8 @@ class WorkerCalls:
         It is impossible without another worker, or if an unanswered call needs values of the dead
         worker.
         cause: text that says why the worker died.
-        many_died: True if many workers of its node died within a short time; False if only this
-        worker died, several times in a row.
+        many_died: True if many workers of its node died within a short time. False if this worker
+        died several times in a row.
         """
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
@@ -349,7 +349,8 @@ class WorkerCalls:
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
         """Give no more calls to a worker whose node will leave the cluster, and release it.
 
-        It is released once it has no unanswered calls. Until then, call this function repeatedly.
+        The worker is released once it has no unanswered calls. Until then, call this function
+        repeatedly.
         node: the node, with the reason why it leaves.
         remaining: the workers that get the new calls. If there are none, the worker stays active.
         """

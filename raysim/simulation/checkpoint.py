@@ -228,7 +228,7 @@ class Checkpoints:
         return files
 
     def _write_rows(self, store: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write new rows of the history to log files; return the new files' checksums by file name.
+        """Write new rows of the history to log files; return the files' checksums by file name.
 
         Each file gets exactly `_ROWS` rows; fewer rows at the end are left for a later call.
         rows: all rows of the history. Rows that are in files already are skipped.
@@ -450,8 +450,9 @@ def _digest_of_manifest(digests: Mapping[str, str]) -> str:
 def read(address: str | Path) -> Snapshot:
     """Read a checkpoint, after verifying all its files.
 
-    Raises ValueError if it is missing, damaged, or in the format of another version of raysim. The
-    error for a damaged checkpoint gives the address of the run's last valid one, if any.
+    Raises ValueError if the checkpoint is missing, damaged, or in the format of another version of
+    raysim. The error for a damaged checkpoint gives the address of the run's last valid checkpoint,
+    if any.
     """
     where, folder = split_address(address)
     store = open_store(where)
@@ -491,9 +492,9 @@ def read(address: str | Path) -> Snapshot:
 def _advise(where: str, damaged_folder: str) -> str:
     """Return the sentence that tells users how to continue without a damaged checkpoint.
 
-    It names the last undamaged checkpoint, or says to start the run again.
+    The sentence names the last undamaged checkpoint, or says to start the run again.
     where: the folder or URL of all checkpoints of the run.
-    damaged_folder: the name of the damaged checkpoint's folder, such as "round-000050".
+    damaged_folder: for example "round-000050".
     """
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
@@ -522,7 +523,7 @@ def _read_json(store: Store, name: str) -> Any:
 
 
 def _map_tensors(store: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Map the tensors of some files into memory; return all of them in one dictionary, by name.
+    """Map the tensors of some files into memory; return all tensors in one dict, by name.
 
     Values are read from the file when they are used. Writing to a returned array does not change
     the file.

@@ -114,10 +114,9 @@ def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> 
 class RayWorker(Worker):
     """A worker in a Ray actor.
 
-    spec: the run.
     name: the name of the worker in messages, such as "worker-3".
-    content: a reference to the content of the data set's file, for a node without this file; [] if
-    all processes are on one node.
+    content: a list with a reference to the content of the data set's file, for a node without this
+    file; [] if all processes are on one node.
     """
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
@@ -381,7 +380,6 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
-        node: the number of the node.
         parts: for each sum, the positions of its updates in the order of aggregation. They form a
         subtree of the summation tree (`tree_sum`).
         refs: refs[i] is a reference to the sum of the updates in parts[i].
@@ -445,7 +443,7 @@ class RayRuntime:
         If the run never starts further workers, do nothing.
         timeout_s: the time without an answer after which a node counts as lost; infinity means
         never.
-        worker_bytes: the memory that a worker needs.
+        worker_bytes: the memory of a worker.
         dataset_path: the data set's file on this node, which is copied to nodes without it.
         """
         if self._growth is not None:
@@ -541,9 +539,8 @@ class RayRuntime:
     def _start_at(self, number: int, place: WorkerPlace, recruiter: Recruiter) -> None:
         """Start a worker at a place of the cluster.
 
-        number: the number of the lost worker that it replaces, or -1 for a new worker.
-        place: the node and the bundle.
-        recruiter: the object that starts the actor, and later reports that it is ready.
+        number: the number of the lost worker to replace, or -1 for a new worker.
+        recruiter: the object that starts the actor, and later reports that the worker is ready.
         """
         worker = self.workers if number < 0 else number
         actor = recruiter.start(worker, place)
@@ -597,9 +594,8 @@ class RayRuntime:
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
         """Return why a worker died, as text without a full stop.
 
-        The text is that of the error, unless the kernel of the worker's node has ended a process
-        because memory ran out.
-        death: the error that says that the worker is dead.
+        If the kernel of the worker's node ended a process because memory ran out, the text says so.
+        Otherwise it is the text of `death`.
         """
         text = str(death).rstrip(".")
         first = self._first_memory[worker]
@@ -723,7 +719,8 @@ class RayRuntime:
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
         """Return the identity of a worker's process; None if it cannot be found out.
 
-        If the worker dies before it answers, another process in its bundle reports the identity.
+        If the worker dies before it answers, another process in the worker's bundle reports the
+        identity.
         answer: a reference to the identity that the worker itself reports.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
@@ -767,8 +764,6 @@ def start_workers(
 ) -> RayRuntime:
     """Start workers outside any placement group, all at the same time.
 
-    spec: the run.
-    workers: the number of workers.
     kind: the class of the workers.
     actors: running actors that become the workers; without any, new actors are started.
     cpus: the CPUs that each worker reserves.
@@ -843,11 +838,11 @@ def start_workers_in(
 
 
 def become_all(actors: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Replace the object in each actor by a new object of the same class, all at the same time.
+    """Replace the object in each actor by a new object of the same class; wait for all actors.
 
-    Wait until all new objects exist. Raise the error of the first actor that fails.
+    Raise the error of the first actor that fails.
     actors: actors of an `actor_class`.
-    arguments: for each actor, the arguments for the constructor of its new object.
+    arguments: for each actor, the arguments for the constructor of the new object.
     """
     pairs = zip(actors, arguments, strict=bool(actors))
     calls = [actor.become.remote(*its_arguments) for actor, its_arguments in pairs]

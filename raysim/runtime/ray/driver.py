@@ -146,7 +146,6 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
 
     If no worker fits, do not reduce the number; the run then waits until all its workers fit.
     size: the planned number of workers and the resources of each of them.
-    say: function that tells the user about a smaller number.
     """
     free = worker_capacity(free_resources(), size.per_worker, options.strategy)
     if free is None:
@@ -171,10 +170,8 @@ def _limit_by_memory(
     """Reduce the number of workers to what the memory of the nodes allows, but at least one.
 
     size: the planned number of workers and the resources of each of them.
-    options: the settings `runtime.*`.
     spec: the run, whose model decides how much memory a worker needs.
     cluster: the resources of each node.
-    say: function that tells the user about a smaller number.
     """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)
@@ -192,7 +189,6 @@ def _measure_remotely(
 ) -> preflight.MemoryNeed:
     """Measure the memory of one job, in a process that reserves the resources of a worker.
 
-    per_worker: the resources of a worker.
     say: function that tells the user what the measurement waits for.
     measure: function that trains one job and returns the memory that it needs.
     """

@@ -203,8 +203,8 @@ class NodeWatch:
     def free_resources(self, node: str) -> Resources:
         """Return the unreserved resources of a node, as amounts by name; {} if unknown.
 
-        Also return {} if a task, an actor or a placement group of the cluster waits for resources,
-        because Ray may give it these.
+        Also return {} while a task, an actor or a placement group of the cluster waits for
+        resources, because Ray may give it those of this node.
         """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})

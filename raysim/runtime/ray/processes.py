@@ -38,9 +38,7 @@ class RunProcesses:
     """The processes of a run, with their placement group.
 
     request: the bundles and the strategy of the placement group, as they were requested.
-    group: the placement group.
-    workers: the actors of the workers.
-    coordinator: the actor of the coordinator.
+    workers, coordinator: the actors.
     end: function that ends the processes.
     """
 

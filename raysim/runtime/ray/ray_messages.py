@@ -117,10 +117,10 @@ def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
 
 @contextmanager
 def separate_messages() -> Iterator[None]:
-    """Keep the messages of Ray's threads away from standard output until the end of the context.
+    """Keep messages of Ray's threads away from standard output until the end of the context.
 
-    `messages_written_to` writes them to a file. All other messages are printed on standard error at
-    the end.
+    Use `messages_written_to` to write the messages to a file. All messages that no file has are
+    printed on standard error at the end.
     """
     global _messages
     _messages = messages = RayMessages()

@@ -80,7 +80,7 @@ class Recruiter:
 
     growth: the facts of the run that decide how many workers start, and how.
     watch: the object that knows which nodes are usable.
-    worker_bytes: the memory that a worker needs.
+    worker_bytes: the memory of a worker.
     dataset_path: the data set's file on this node, which is copied to nodes without it.
     """
 
@@ -170,9 +170,8 @@ class Recruiter:
     def start(self, worker: int, place: WorkerPlace) -> Any:
         """Start a worker, and return its actor without waiting until it is ready.
 
-        Once the worker is ready, the next `take_ready` returns its number.
-        worker: the number of the worker, which may be that of a lost worker.
-        place: the node and the bundle.
+        Once the worker is ready, the next `take_ready` returns the worker's number.
+        worker: the number of a new worker, or of a lost worker.
         """
         actor = self.restart(worker, place)
         answer = actor.identity.remote()
