@@ -195,16 +195,46 @@ def _compose_by_hydra(
         }
         choices |= {group: lists.get(group, []) for group in LISTS}
         if changed:
-            options = {}
+            options = []
             for group, name in choices.items():
                 if name is not None and group != "experiment":
-                    options[group] = name if group in LISTS else [name]
-            overrides = [*_hydra_overrides(options), "~experiment"]
-            without_preset = _values(hydra.compose("config", overrides=overrides))
-            chosen_values = {
-                group: without_preset[group] for group in changed if group in without_preset
-            }
+                    options.append((group, tuple(name if group in LISTS else [name])))
+            chosen_values = _values_without_preset(
+                tuple(options),
+                tuple(sorted(changed)),
+                has_user_files=len(config_roots(folders)) > 1,
+            )
     return Composition(_values(config), chosen_values, choices)
+
+
+def _values_without_preset(options: Options, groups: tuple[str, ...], has_user_files: bool) -> Node:
+    """Return the values of some groups, by group, as they are without a preset. Hydra has started.
+
+    options: the chosen options of all groups.
+    has_user_files: True if there are configuration files besides raysim's own.
+    """
+    if has_user_files:  # the file of an option may set values of another group
+        overrides = [*_hydra_overrides(dict(options)), "~experiment"]
+        values = _values(hydra.compose("config", overrides=overrides))
+    else:
+        values = _values_of_own_options(
+            tuple((group, names) for group, names in options if group in groups),
+            tuple(group for group, _ in options if group not in groups and group not in LISTS),
+        )
+    return {group: values[group] for group in groups if group in values}
+
+
+@functools.lru_cache(maxsize=256)
+def _values_of_own_options(options: Options, left_out: tuple[str, ...]) -> Node:
+    """Return the values of options that are in raysim's own files. Hydra has started.
+
+    The result is cached, because many compositions have the same methods: do not change it.
+    left_out: the groups without values in the result.
+    """
+    deletions = [f"~{group}" for group in ("experiment", *left_out)]
+    return _values(
+        hydra.compose("config", overrides=[*_hydra_overrides(dict(options)), *deletions])
+    )
 
 
 def _hydra_overrides(chosen: Mapping[str, Sequence[str]]) -> list[str]:
