@@ -140,7 +140,7 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     """Compose a configuration from the files of the chosen options.
 
     The result is cached: copy it before you change it.
-    options: the names of the options that the user chose, by group.
+    options: the chosen options, by group.
     groups: all options and their files.
     folders: the user's own folders of options.
     """
@@ -288,8 +288,8 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
     """Return the methods and observers that a preset chooses, and all groups that it mentions.
 
-    The first result maps "method" or "observer" to the names of the chosen options.
-    A preset mentions a group if it chooses an option of the group or sets values in it.
+    The first result has the keys "method" and "observer". Each group whose options or values a
+    preset sets is mentioned.
     """
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()

@@ -1,7 +1,7 @@
 """Make an object from a configuration node: check its keys and convert its values.
 
-A node is a dictionary; its key `_target_` names a class. The constructor's signature and type
-annotations decide which keys and values are valid. Only allowed packages are imported.
+A node is a dictionary; the key `_target_` names a class of an allowed package. The constructor's
+annotated signature decides which keys and values are valid.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     """Return the class that a `_target_` names.
 
     target: the class with its module, such as "raysim.methods.fedprox.FedProx".
-    path: the configuration key that has the target, for errors.
+    path: the configuration key of the node, for errors.
     allow: the packages besides raysim from which classes may be imported.
-    Raise `RefusedError` if the target is not a class or may not be imported.
+    Raise `RefusedError` for any other target.
     """
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):
@@ -108,9 +108,9 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the checked arguments that a configuration node gives to a class.
 
-    node: the arguments by name, and possibly `_target_`.
-    path: the key of `node` in the configuration, for errors.
-    later: names of arguments that `node` need not have.
+    node: the arguments by name; `_target_` is ignored.
+    path: the key of `node`, for errors.
+    later: names of arguments that may be missing.
     Raise `RefusedError` for unknown, missing and wrong arguments.
     """
     hints = _type_hints(cls)
@@ -189,8 +189,7 @@ def _add_path(message: str, path: str) -> str:
 def convert(value: Any, kind: Any, path: str) -> Any:
     """Convert a value of the configuration to a type, such as an integer to a float.
 
-    A dictionary becomes an object if `kind` is a dataclass.
-    kind: a type annotation, such as `float` or `list[int]`.
+    kind: a type annotation, such as `list[int]`. For a dataclass, a dictionary becomes an object.
     path: the key of the value, for errors.
     Raise `RefusedError` for a value that does not fit the type.
     """

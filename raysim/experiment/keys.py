@@ -79,7 +79,7 @@ def _unknown_key(
 
     node: the value at `path`.
     path: the parts of the key that exist, such as ["local", "optimizer"].
-    part: the first part that does not exist, such as "rate".
+    part: the part after `path`, such as "rate".
     key: the whole key, such as "local.optimizer.rate".
     """
     where = ".".join(path)

@@ -57,8 +57,8 @@ def _numbered_paths(folder: Path) -> Iterator[Path]:
 def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """Create and lock a folder for a `with` block; remove the folder at the end if it is empty.
 
-    dated: True if `dated_folder` chose the name.
-    If the folder exists, add a number to a dated name, and raise `RefusedError` for any other name.
+    dated: what to do if the folder exists. True adds a number to the name; False raises
+    `RefusedError`.
     """
     with ExitStack() as cleanup:
         path = _create_folder(folder, dated, cleanup)
@@ -71,7 +71,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
 
     dated: what to do if the folder exists. True adds a number to the name; False raises
     `RefusedError`.
-    cleanup: the exit stack that later removes those created folders that are still empty.
+    cleanup: removes the created folders later, if they are empty.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():
@@ -209,7 +209,7 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
     """Return the last value of a metric, and its standard deviation over the seeds.
 
     Both are None if no row has a value. The deviation is None for a single run.
-    rows: the history of one run, or the rows that `mean_row` returns for several seeds.
+    rows: one row for each round; for several seeds, the rows of `mean_row`.
     """
     row = last_measured(rows, metric)
     if row is None:

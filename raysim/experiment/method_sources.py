@@ -40,7 +40,7 @@ def read_method(target: str) -> MethodSource | None:
     """Read docstrings, paper and hooks of a method's class from its file, without importing it.
 
     target: the class with its module, such as "raysim.methods.fedprox.FedProx".
-    Return None if the class is outside raysim, or if a base class besides `Method` is in another
+    Return None if the class is outside raysim, or if a base class except `Method` is in another
     file.
     """
     module, _, name = target.rpartition(".")
@@ -68,7 +68,7 @@ def read_method(target: str) -> MethodSource | None:
 def read_module(module: str, constant: str) -> tuple[str, str]:
     """Return the docstring of a module of raysim, and the text that one of its variables holds.
 
-    The module is not imported. Its file must assign the text to the variable as a literal.
+    The module is not imported. Its file must assign the text as a literal.
     module: the full name, such as "raysim.methods.fedavg".
     constant: the name of the variable.
     """

@@ -1,8 +1,7 @@
 """Use Python objects as parts of a run, and describe them in the run's configuration.
 
-The configuration stores the class and arguments of an object if the class can be imported and
-the arguments are plain values. Any other object is only described. To continue or repeat such a
-run, the user must give the object again.
+The configuration stores the class and the arguments of an object if a file can hold both. Any other
+object is only described; the user must give it again to continue or repeat the run.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ PARTS = {
 class UserObjects:
     """The Python objects that a user gives for a run, such as a model or a method.
 
-    Both dictionaries have the same keys, called places. A place is a group, such as "model", or
-    "method.NAME".
+    The keys of both dictionaries are places: a group, such as "model", or "method.NAME".
     nodes: the entries of config.yaml that describe the objects.
     """
 
@@ -236,8 +234,8 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
 def _needs_wrapper(place: str, part: object) -> bool:
     """Return True if raysim must wrap an object that the user gave.
 
-    This holds for data in arrays or tables, for lists of each client's rows, and for a PyTorch
-    module, its class, or a function that makes it.
+    Data in arrays or tables, lists of each client's rows, and PyTorch modules need a wrapper. So
+    does a class or function that makes a module.
     place: the group of the object, such as "data".
     """
     if place == "data":

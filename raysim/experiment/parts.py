@@ -40,10 +40,9 @@ DEVICE_KINDS = ("cpu", "cuda", "mps")
 def build_part(
     config: Node, group: str, allow: Sequence[str], objects: Mapping[str, object]
 ) -> Any:
-    """Return the part of a group, such as "fleet".
+    """Return the part of a group, such as "fleet": the user's object, or a new object.
 
-    The part is the user's object if there is one. Otherwise the configuration decides.
-    config: the run's configuration.
+    config: the run's configuration, which describes the new object.
     allow: the packages besides raysim whose classes the configuration may name.
     objects: the user's objects, by group.
     Raise `RefusedError` if the configuration names no class of the group.
@@ -95,8 +94,8 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
     """Return the loss function that `_target_` names; None if `_target_` names no function.
 
-    node: the entry of the group `loss` in the configuration. The keys besides `_target_` are the
-    function's arguments after outputs and labels.
+    node: the configuration of the loss. Keys besides `_target_` are the function's arguments after
+    outputs and labels.
     allow: the packages besides raysim whose functions may be named.
     """
     function = import_target(node[TARGET], "loss", allow)

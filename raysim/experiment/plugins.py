@@ -5,8 +5,7 @@ An installed package is found if its `pyproject.toml` has this entry point:
     [project.entry-points."raysim.plugins"]
     mine = "mine"
 
-Any other package needs `--allow PACKAGE` in each command. A package is imported only when a
-configuration uses one of its classes.
+Any other package needs `--allow PACKAGE`. A package is imported only when a configuration uses it.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
 def used_packages(node: object, allow: Sequence[str], paths: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the packages besides raysim that a worker may have to import, sorted.
 
-    node: the configuration; the packages of all its classes are included.
-    allow: the packages that the user allowed. All are included.
+    node: the configuration. The result has the packages of all classes in it.
+    allow: the packages that the user allowed, used or not.
     paths: full names of further functions and classes that the run uses.
     """
     names = {package.partition(".")[0] for package in (*allow, *paths)} | _target_packages(node)
@@ -85,7 +84,7 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 
     group: the configuration group, such as "method".
     option: the name of the option, such as "mine".
-    Return the name of the package and the path of the option's file, or two empty texts.
+    Return the package and the path of the option's file, or two empty texts.
     """
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts

@@ -85,7 +85,7 @@ class Follower:
     """A reader of a run's events that calls the run's observers in order.
 
     If an error ends the run, all observers that have started and not finished get the error.
-    run: what observers can see of the run. Each round adds a row to `run.rows`.
+    run: what observers can see of the run.
     """
 
     def __init__(
@@ -232,9 +232,8 @@ def run_observers(
     """Return raysim's observers of a run in the order in which they are called.
 
     folder: the run's folder.
-    quiet: True leaves out progress, tables and notes. Warnings and the closing line remain.
-    is_trial: True if a sweep makes the run. Such a run sends nothing to MLflow and draws no
-    picture.
+    quiet: True prints only warnings and the closing line.
+    is_trial: True for a run of a sweep, which sends nothing to MLflow and draws no picture.
     """
 
     def print_line(text: str) -> None:
@@ -354,8 +353,8 @@ def _study_folder(folder: Path) -> Path | None:
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """Wrap the user's observers and round function so that an error says which one failed.
 
-    on_round: the user's function that gets the row of each round; None for no function. Its wrapper
-    is the first observer in the result.
+    on_round: a function that gets the row of each round; None for no function. Its wrapper comes
+    first.
     Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []

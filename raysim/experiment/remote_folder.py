@@ -1,7 +1,7 @@
 """Keep a run's folder behind a URL (`out=s3://bucket/run`), without a shared disk.
 
-Checkpoints are written directly to the URL, or to `checkpoint.folder` if it is set. All other files
-are written to a temporary folder, and sent to the URL after each checkpoint and at the end.
+Checkpoints are written directly to the URL, or to `checkpoint.folder`. All other files are sent
+from a temporary folder after each checkpoint and at the end.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def local_copy(
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
     """Return a copy of an experiment that writes its results to a folder of this machine.
 
-    checkpoints: the path or URL for checkpoints, if the user did not set `checkpoint.folder`.
-    folder: the folder of this machine.
-    The copy's field `url` is the original setting `out`.
+    checkpoints: the path or URL for checkpoints, unless `checkpoint.folder` is set.
+    The field `url` of the copy is the original setting `out`.
     """
     settings = experiment.spec.settings
     checkpoint = settings.checkpoint

@@ -237,7 +237,7 @@ class Result:
         """Return the state of a client by name: personal tensors, and what methods declare.
 
         Names are full, such as "model.bn1.weight". A client that never trained has its initial
-        state. The result is empty if clients have no state.
+        state. Without client states, the result is empty.
         Raise `RefusedError` in the same cases as `client_model`.
         """
         with self._final_state() as final:
@@ -373,9 +373,8 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return what scoring a client's model needs.
+        """Return the worker, a task without samples, the version and a client's state, for scoring.
 
-        The result is: the worker, a task without samples, the version, and the client's state.
         client: the number of the client; None for the shared model.
         Raise `RefusedError` if a checkpoint is needed, but the last round stored none.
         """

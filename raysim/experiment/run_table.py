@@ -2,7 +2,7 @@
 
     study.yaml, sweep.yaml   the overrides of the command, and its --conf folders
     runs/NAME/               the folder of the run NAME
-    logs/NAME.txt            what this run printed, and its error
+    logs/NAME.txt            what this run printed
 
 This module imports no torch, so that a wrong override is refused at once.
 """
@@ -53,9 +53,8 @@ def plan_file(folder: Path, command: str) -> Path:
 def configure_run(config: Node, folder: Path, name: str) -> Node:
     """Return a run's configuration with `out` and `resume` for a study or sweep.
 
-    An unfinished run of the same name continues. Each run gets a subfolder of `checkpoint.folder`,
-    if this setting is set.
-    config: the configuration of the run.
+    An unfinished run of the same name continues. If `checkpoint.folder` is set, the run gets a
+    subfolder of that folder.
     folder: the folder of the study or sweep.
     name: the name of the run.
     """

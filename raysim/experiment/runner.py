@@ -87,10 +87,10 @@ def attempt(
 ) -> str:
     """Execute a complete run; return "", or a sentence that says why the run failed.
 
-    config: the configuration of the run, with its folder in `out`.
+    config: the run's configuration, with its folder in `out`.
     log: the file for the printed output and the error.
-    allow: the packages besides raysim whose classes the configuration may name.
-    on_round: a function that gets the row of each round.
+    allow: the packages besides raysim whose classes may be used.
+    on_round: gets the row of each round.
     """
     try:
         with record_failure(log), log_console(log) as console:

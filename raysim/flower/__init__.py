@@ -1,8 +1,8 @@
 """Run Flower apps on raysim, in one of three ways.
 
 - `raysim flower run` executes a whole app with its ServerApp, on raysim's virtual clock.
-- `learner=flower` uses only the app's ClientApp, which trains the clients of a run of raysim.
-- `start_simulation` replaces Flower's function of the same name in an older program.
+- `learner=flower` trains the clients of a run of raysim with an app's ClientApp.
+- `start_simulation` replaces Flower's function of this name in an older program.
 """
 
 from __future__ import annotations

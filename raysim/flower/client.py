@@ -32,9 +32,9 @@ class AppError(HookError):
 class AppRunner:
     """A ClientApp that answers messages for all clients of a run, one after another.
 
-    run_config: Flower's run config, which the app can read in its context.
+    run_config: Flower's run config, which the app can read.
     seed: the seed of the app's random generators.
-    folder: the folder of the app's code, so that errors can name its lines; None if unknown.
+    folder: the folder of the app's code, for errors; None if unknown.
     """
 
     app: LoadedClientApp

@@ -29,8 +29,8 @@ class VirtualClock:
 
     fleet: the devices of the clients.
     seed: the seed of the run, which decides the devices.
-    samples: the number of samples that a client processes for a training message. Any other message
-    costs no samples.
+    samples: the samples that a client processes for a training message. Any other message costs no
+    samples.
     """
 
     def __init__(self, fleet: Fleet, seed: int, clients: int, samples: int):

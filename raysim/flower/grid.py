@@ -246,8 +246,8 @@ class VirtualGrid(SimpleGrid):
     ) -> Iterable[Message]:
         """Send messages, wait for the replies, and return the replies in order of virtual time.
 
-        timeout: the longest wait, in virtual seconds; None waits for all replies. Replies that
-        would arrive later are never returned.
+        timeout: the longest wait, in virtual seconds; None waits for all replies. Later replies are
+        dropped.
         A thread that Flower started ignores `timeout`, and gets the replies in the order of the
         messages.
         """
@@ -458,9 +458,8 @@ class VirtualGrid(SimpleGrid):
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
         """Return a reply to each message, in the same order, and stop tracking the messages.
 
-        The reply has an error if the message was lost or the ClientApp failed. Each message is also
-        reported to `on_message`.
-        pending: messages that have been answered or lost.
+        The reply has an error if the message was lost or the ClientApp failed. `on_message` gets a
+        record of each message.
         """
         delivered: list[Message] = []
         for one in pending:

@@ -159,8 +159,7 @@ class FlowerLearner(Learner):
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
         """Send a client a message for evaluation; return the numbers in its reply.
 
-        Return an empty dictionary if the app has no function for evaluation, or if the samples
-        belong to no client.
+        Return {} if the app has no function for evaluation, or if the samples belong to no client.
         parameters: the arrays of the scored version, by name.
         data: the client's number and state, and the seed of the run.
         """

@@ -40,9 +40,8 @@ def client_number(node: int) -> int:
 
 
 class GridMessage(Message):
-    """A Flower message that a process can create without `set_identity`.
+    """A Flower message that a process can create without calling `set_identity` first.
 
-    A `Message` of Flower itself needs this preparation.
     metadata: the sender, the receiver, the type and the times.
     content: the records; None if the message has an error.
     error: None if the message has content.

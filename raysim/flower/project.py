@@ -30,8 +30,8 @@ class Project:
     """The settings in a Flower project's pyproject.toml that decide a run.
 
     client_app, server_app: "module:object", or "" if the file names none.
-    config: the run config; names of nested values are joined by dots.
-    clients: the number of simulated clients; None if the file does not give it.
+    config: the run config; dots join names of nested values.
+    clients: the number of simulated clients; None if unknown.
     """
 
     folder: Path
@@ -150,10 +150,10 @@ def load_object(reference: str, folder: Path, key: str) -> Any:
 def import_module(name: str, folder: Path, setting: str) -> ModuleType:
     """Import a module of the user's app.
 
-    name: the full name of the module, such as "mypackage.client_app".
+    name: the full name, such as "mypackage.client_app".
     folder: the folder that contains the module; it is added to `sys.path`.
     setting: "key=value" of the setting that names the module, for errors.
-    Raises `RefusedError` if the import fails, and names the app's line that failed.
+    Raises `RefusedError` if the import fails; the error names the failed line.
     """
     import_optional("flwr", setting)
     if str(folder) not in sys.path:
@@ -201,7 +201,7 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     """Return a user's app as a `LoadedClientApp`, which says if the app can train and evaluate.
 
     target: a ClientApp, a client_fn, or a class of clients.
-    setting: the start of error messages: "key=value", or the name of the app's argument.
+    setting: the text with which errors begin, such as "key=value".
     Raises `RefusedError` if `target` is any other object.
     """
     from flwr.client import Client, NumPyClient
@@ -265,7 +265,7 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
     The class gets the context if it needs one argument.
     client_class: a subclass of Flower's Client or NumPyClient.
-    setting: the start of error messages.
+    setting: the text with which errors begin.
     Raises `RefusedError` if the class needs two or more arguments.
     """
     from flwr.client import NumPyClient

@@ -1,7 +1,7 @@
 """Store clients' replies in a file, so that a run that was killed can continue.
 
-raysim cannot save the variables of a ServerApp. To continue, the ServerApp starts again with the
-same seed and sends the same messages, which are answered by the stored replies.
+To continue, the ServerApp starts again with the same seed. It sends the same messages, which are
+answered by the stored replies.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class SimpleGrid(Grid):
     ) -> Message:
         """Return a new message to a node; this function does not send it.
 
-        message_type: Flower's type, such as "train" or "evaluate".
+        message_type: Flower's type, such as "train".
         dst_node_id: the node that gets the message.
         group_id: the name of a group of messages, such as the round.
         ttl: the seconds after which the message expires; None for Flower's default.

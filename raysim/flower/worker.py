@@ -26,8 +26,8 @@ class AppSpec:
     app: "module:object" of a ClientApp, or a loaded one.
     folder: the project's folder.
     run_config: Flower's run config.
-    threads: the threads of torch in each worker.
-    key: the setting or argument that gives the app, for errors.
+    threads: the threads of torch in a worker.
+    key: the setting that gives the app, for errors.
     """
 
     app: str | LoadedClientApp

@@ -107,9 +107,8 @@ class SklearnKMeans(Learner):
         """Return the scores "inertia_error" and "purity" of the centers.
 
         "inertia_error" is the mean squared distance of a sample to the nearest center. "purity" is
-        the share of samples whose label is the most frequent label of their cluster.
-        parameters: the centers and the sizes of the clusters, as bytes.
-        data: the samples and their labels.
+        the share of samples whose label is the most frequent one in their cluster.
+        parameters: the centers and cluster sizes, as bytes.
         """
         inputs, labels = data.arrays()
         distances = _distances(inputs.reshape(len(inputs), -1), self.centers(parameters)[0])

@@ -46,7 +46,7 @@ class XGBoostBagging(Learner):
     rate: the factor on each leaf (XGBoost's eta).
     options: other parameters of XGBoost, such as subsample.
 
-    Raises ValueError if a value is out of range or XGBoost is missing.
+    Raises ValueError for a value out of range.
     """
 
     name = "xgboost"
@@ -97,7 +97,7 @@ class XGBoostBagging(Learner):
         The second result has the number of processed samples.
         parameters: the received ensemble, as XGBoost's JSON.
         inputs: the client's samples, [n, ...].
-        labels: the class of each sample, or the value for a regression, [n].
+        labels: the classes, or the values of a regression, [n].
         """
         import xgboost
 
@@ -117,7 +117,6 @@ class XGBoostBagging(Learner):
 
         The leaves of new trees are multiplied by the weight of the client's update.
         parameters: the current ensemble, as XGBoost's JSON.
-        updates: each update has a client's new trees and a weight.
         """
         ensemble = json.loads(parameters)
         model = _model(ensemble)

@@ -168,8 +168,8 @@ class ACE(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state: each client's last update, and the sum of the active updates.
 
-        An update is active if it counts in the server's step. The state also stores the base
-        version of each update, and whether the update was active in the last step.
+        Active updates count in the server's step. The state also stores each update's base version,
+        and whether the update was active in the last step.
         """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
@@ -196,9 +196,9 @@ class ACE(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Store the new updates; return server_lr times the mean of the active updates.
 
-        An update is active if it is the last one of its client and at most `max_staleness` versions
-        old. Return 0 without active updates, and with `initialise` until every client with samples
-        has sent an update.
+        A client's last update is active if it is at most `max_staleness` versions old. The result
+        is 0 without active updates. With `initialise`, it is 0 until every client with samples has
+        sent an update.
         """
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)

@@ -52,8 +52,7 @@ def calibrated_step(
     params: [D], the current version.
     deltas: [K, D], the updates in the buffer.
     clients: int64 [K], the client of each update.
-    cache: [N, D], the last update of each client.
-    server_lr: the factor on the direction.
+    cache: [N, D], each client's last update.
     """
     cache, total = cache.clone(), cache.double().sum(0)
     update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)

@@ -1,7 +1,7 @@
 """Store on the server a table, called cache, with a row for each client that sent an update.
 
-A row is what the method keeps for the client, such as the last update. `server.state` has the rows
-in "cache", and the client of each row in "clients".
+A row is what the method keeps for the client. `server.state` has the rows in "cache", and the
+client of each row in "clients".
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def declare_rows(
 ) -> None:
     """Declare a cache as server state: a table with at most one row for each client.
 
-    The cache starts without rows; `rows_of` adds the row of a client.
+    The cache starts without rows; `rows_of` adds rows.
     shape: returns the shape of a row.
     place: where rows are stored, "disk" or "memory".
     cache: the name of the cache in `server.state`.
@@ -64,7 +64,7 @@ def declare_rows(
 def rows_of(
     aggregation: Aggregation, server: ServerView, place: CachePlace, cache: str = "cache"
 ) -> list[int]:
-    """Return the index of each update's row in the cache; a row belongs to a client.
+    """Return, for each update, the index of its client's row in the cache.
 
     A client without a row gets a new row of zeros.
     place: where rows are stored, "disk" or "memory".

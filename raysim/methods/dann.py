@@ -59,7 +59,7 @@ def generator_loss(
     """Return cross-entropy minus `weight` times the `discriminator_loss`.
 
     With this loss, the features hide the client from the discriminator.
-    class_logits: [B, C], the classifier's outputs.
+    class_logits: [B, C].
     labels: int64 [B], or rows of probabilities [B, C].
     domain_logits: [B, N], the discriminator's outputs for N clients.
     domain: the number of the client.

@@ -85,9 +85,9 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
     """Return the Renyi divergences of one round, one for each order in `_ORDERS`.
 
     noise: the standard deviation of the noise divided by the clipping bound.
-    clients: the number of clients that have samples.
+    clients: the number of clients with samples.
     cohort: the (expected) number of clients in a round.
-    poisson: True if each client joins a round independently; False for rounds of a fixed size.
+    poisson: True if clients join a round independently; False for rounds of a fixed size.
     """
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
@@ -184,8 +184,8 @@ class DPFedAvg(Method):
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
         """Raise ValueError if the server would see values to which this method adds no noise.
 
-        Such values are buffers, and single updates that another method reads. The function returns
-        an empty sequence, because it has no warnings.
+        Such values are buffers, and single updates that another method reads. The returned list of
+        warnings is empty.
         run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
@@ -240,8 +240,8 @@ class DPFedAvg(Method):
         """Write the clipping bound and the share of unclipped updates into the history.
 
         With noise, also write epsilon, the privacy loss of all rounds so far.
-        bound: the clipping bound of this round.
-        within: the share of updates that the bound did not clip; noisy if the bound adapts.
+        bound: the clipping bound.
+        within: the share of unclipped updates, noisy if the bound adapts.
         """
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}

@@ -51,9 +51,9 @@ def _gaussians(
 ) -> Tensor:
     """Return the sum of Gaussian kernels of different widths for each pair of n rows, [n, n].
 
-    squared_distances: the squared distances of the pairs, [n, n].
+    squared_distances: [n, n].
     middle_width: the width of the middle kernel, a scalar or [n, 1].
-    kernel_mul: the ratio of the widths of two successive kernels.
+    kernel_mul: the ratio of two successive widths.
     kernel_num: the number of kernels.
     """
     scaled = -squared_distances / torch.where(middle_width > 0, middle_width, 1)

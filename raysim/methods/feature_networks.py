@@ -35,8 +35,8 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
     """Return FRAug's generator, a network that makes features [B, D] from noise [B, Z] and labels.
 
     The features are not negative. The labels enter the first layer as one-hot rows.
-    features: D, the number of features.
-    noise: Z, the number of random inputs of a row.
+    features: D.
+    noise: Z.
     """
     first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
     layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()

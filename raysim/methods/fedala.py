@@ -63,8 +63,8 @@ def updated_weights(
 
     weights: a mixing weight for each parameter.
     gradient: the loss's gradient with respect to the mixed parameters.
-    old: the parameters that the client trained last.
-    new: the parameters that the client received now.
+    old: the client's last parameters.
+    new: the received parameters.
     rate: the learning rate of the weights.
     """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)

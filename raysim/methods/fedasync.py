@@ -97,8 +97,8 @@ def apply_arrivals(
 
     params: the shared model, [D].
     client_params: the arriving models, [M, D].
-    version: the version before the first model is mixed; each model increases it by 1.
-    arrivals: the further arguments of `arrival_rates`, by name.
+    version: the current version; each arriving model increases it by 1.
+    arrivals: further arguments of `arrival_rates`.
     """
     rates = arrival_rates(version=version, **arrivals)
     for model, rate in zip(client_params, rates, strict=True):

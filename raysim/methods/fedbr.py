@@ -320,9 +320,9 @@ class FedBR(Method):
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
         """Return the contrastive loss, which compares pseudo-sample j with sample j of the batch.
 
-        If the numbers differ, samples of the batch are repeated, or the last ones are left out.
-        pseudo: [B, F], the trained model's features of the pseudo-data.
-        real: [b, F], the trained model's features of the batch.
+        Samples of the batch are repeated or left out, so that both numbers are equal.
+        pseudo: [B, F], features of the pseudo-data.
+        real: [b, F], features of the batch.
         """
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]

@@ -64,7 +64,6 @@ def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSpli
     """Order samples by loss, and split them at the most uncertain one (FedBSS: eqs. 3 and 5).
 
     Samples with a larger loss than the most uncertain sample are biased; all others are unbiased.
-    There may be no biased samples.
     losses, uncertainties: [N], for N >= 1 samples.
     """
     comparable = torch.where(losses.isfinite(), losses, torch.inf)
@@ -192,8 +191,8 @@ class FedBSS(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of ranking the client's samples, as a number of trained samples.
 
-        Ranking makes a forward pass over all samples, a third of the cost of training. With
-        `refresh` above 1, jobs that use stored values have this cost, too.
+        Ranking makes a forward pass over all samples. With `refresh` above 1, jobs that use stored
+        values have this cost, too.
         """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 

@@ -113,10 +113,10 @@ def buffered_step(
 class FedBuff(Method):
     """A server rule that gives stale updates of a buffer less weight.
 
-    The schedule decides when to aggregate (`schedule=buffered`).
+    `schedule=buffered` decides when to aggregate.
     exponent: the number a. An update with staleness s has the weight (1 + s)^-a.
-    normalization: the divisor of the weighted sum of the updates: "count" is the number of updates,
-    "weights" the sum of the weights, and "none" 1.
+    normalization: the divisor of the weighted sum: "count" is the number of updates, "weights" the
+    sum of the weights, and "none" 1.
     """
 
     name = "fedbuff"

@@ -146,10 +146,9 @@ def greedy_selection(
 class _Selection:
     """The models that are chosen so far, as float64 sums of losses, models and squared norms.
 
-    centre: a vector [D] near the models. It is subtracted from each model, for small rounding
-    errors.
-    trained: the number of trainable parameters, which come first in a model. Only they count in
-    norms.
+    centre: a vector [D] near the models. It is subtracted from each model, against rounding errors.
+    trained: the number of trainable parameters, which come first in a model. Norms use only these
+    parameters.
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -185,10 +184,10 @@ class _Selection:
         """Choose one model for each client, and add the chosen models to this selection.
 
         models: the cached models of each client.
-        losses: the losses of these models.
-        smoothness: the weight of the divergence in the objective.
+        losses: the losses of the cached models.
+        smoothness: the weight of the divergence.
         num_batches: the number of client groups, which choose one after another.
-        Return the position of each client's chosen model in `models`.
+        Return the position of each client's chosen model.
         """
         choices: list[int] = []
         for batch in np.array_split(np.arange(len(models)), num_batches):
@@ -253,7 +252,7 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     """Raise `RefusedError` if the clients of a group have too many combinations of models.
 
     memory: the number of cached models of a client.
-    batches: the number of groups into which the participants are divided.
+    batches: the number of groups of clients.
     participants: the number of clients of an aggregation.
     """
     clients = -(-participants // batches)
@@ -420,8 +419,8 @@ class FedCDA(Method):
         """Choose a model for each participant; return the step to the mean of all chosen models.
 
         The step is float64 and has all shared tensors.
-        participants: the rows of the participants in the server's cache. All other clients keep the
-        models that they chose before.
+        participants: rows of the server's cache. All other clients keep the models that they chose
+        before.
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]

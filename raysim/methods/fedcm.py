@@ -48,10 +48,10 @@ def server_direction(
     """Return the direction sum_i p_i (x - y_i) / (eta_l K_i), [d].
 
     global_params: [d], the model x that the clients received.
-    client_params: [m, d], the trained model y_i of each client.
+    client_params: [m, d], each client's trained model y_i.
     lr: the local learning rate eta_l.
-    num_steps: [m], the number K_i of each client's steps.
-    weights: float64 [m], proportional to p_i, whose sum is 1.
+    num_steps: [m], the steps K_i of each client.
+    weights: float64 [m]; divided by their sum, these are p_i.
     """
     factors = weights / weights.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)

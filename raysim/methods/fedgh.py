@@ -112,8 +112,7 @@ def harmonized_gradients(
     """Remove the conflicts between updates; return the changed updates [m, d].
 
     gradients: [m, d], the original updates.
-    order: the pairs [i, j] of updates in the order of the tests; None means (0, 1), (0, 2), ...,
-    (1, 2), ...
+    order: the pairs [i, j] to test, in order; None means (0, 1), (0, 2), ..., (1, 2), ...
     conflict_test: "original" tests the original updates, "current" the changed ones.
     """
     products = gram_matrix(gradients.unbind()).numpy()
@@ -215,8 +214,8 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
-        Each vector is a sum of the m updates, given and returned as the m weights of the sum.
-        overlap: the inner product of the two vectors before one of them was changed.
+        A vector is a weighted sum of the m updates, and is given by the m weights.
+        overlap: the inner product of the vectors before one of them was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -326,8 +325,7 @@ class HierarchicalFedGH(Method):
         """Return the sum of the clients' updates after their conflicts are removed, [d].
 
         Each tensor of the model is treated separately.
-        reference: the running mean of earlier aggregates, [d]. It decides which two updates form a
-        pair.
+        reference: the running mean of earlier aggregates, [d]. It decides which updates form pairs.
         counts: gets the numbers of conflicts and projections.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights

@@ -96,11 +96,11 @@ def margin_control_penalty(
 def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the logits of each row times 1 - sigmoid(margin / temperature), [B, C].
 
-    The margin is the logit of the row's label minus the largest other logit. Gradients flow through
-    this factor, too.
+    The margin is the label's logit minus the largest other logit. Gradients also flow through this
+    factor.
     logits: [B, C].
     labels: int64 [B].
-    temperature: a smaller value makes the factor fall faster.
+    temperature: a smaller value makes the factor fall faster with the margin.
     """
     factors = torch.sigmoid(-margins(logits, labels) / temperature)
     return factors.unsqueeze(1) * logits
@@ -110,10 +110,10 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the mean cross-entropy of logits times 1 - sigmoid(margin / temperature).
 
-    The margin of a row is the logit of the row's label minus the largest other logit.
+    The margin of a row is the label's logit minus the largest other logit.
     logits: [B, C].
     labels: int64 [B].
-    temperature: a smaller value makes the factor fall faster with the margin.
+    temperature: a smaller value makes the factor fall faster.
     """
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
 

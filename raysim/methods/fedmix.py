@@ -244,8 +244,8 @@ class FedMix(Method):
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
         """Draw some of the received pairs (mean input, mean label) for each step of a job.
 
-        Return the row numbers of R different pairs for each step, int64 [R]. With pairs="each", R
-        is the size of the largest batch. With pairs="one", R is 1.
+        Return the rows of R different pairs for each step, int64 [R]. R is the size of the largest
+        batch with pairs="each", and 1 with pairs="one".
         """
         generator, pairs = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)
@@ -298,8 +298,8 @@ class FedMix(Method):
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
         """Return means of raw inputs and of one-hot labels, as "inputs" and "targets".
 
-        Each row is a mean over samples of a random client. There is a row for each sample of the
-        batch with pairs="each", and a single row with pairs="one".
+        Each row is a mean over samples of a random client. With pairs="each", each sample of the
+        batch has a row; with pairs="one", there is a single row.
         """
         if job.step == 0:  # draws the samples of all steps
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean

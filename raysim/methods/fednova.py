@@ -75,9 +75,9 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 class FedNova(Method):
     """A server rule that normalises each update by its number of effective steps.
 
-    mu: the weight of FedProx's proximal term, which changes the number of effective steps; 0 for a
-    run without this term. FedNova does not add the term: with FedProx, give mu the value of
-    `method.fedprox.mu`.
+    mu: the weight of the proximal term in the local loss. With FedProx, set it to
+    `method.fedprox.mu`; 0 means no proximal term. FedNova does not add the term, which only changes
+    the number of effective steps.
     """
 
     name = "fednova"

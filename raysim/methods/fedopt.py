@@ -53,7 +53,6 @@ def fedavgm_step(
     delta: the mean update, which points towards improvement.
     momentum_buffer: the momentum before the step.
     momentum: the factor of the momentum.
-    nesterov: True uses Nesterov's momentum.
     """
     step, buffer = torch.empty_like(params), momentum_buffer.clone()
     run_compiled(_fedavgm, [step, delta, buffer], [server_lr, momentum], nesterov)
@@ -74,9 +73,9 @@ def fedadagrad_step(
 
     params: the current version.
     delta: the mean update, which points towards improvement.
-    first_moment, second_moment: the moments m and v before the step.
+    first_moment, second_moment: the moments before the step.
     beta1: the factor on the old first moment.
-    tau: the constant that is added to the root of the second moment.
+    tau: the constant added to the root of the second moment.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau)

@@ -63,7 +63,7 @@ class Statistics(TypedDict):
     variance: the sum of the estimated variances of the entries of `weighted_means`.
     weighted_means: the mean features of each class times the class's share of the samples, [C, D].
     class_means: the mean features of each class, [C, D]; zeros for a class without samples.
-    class_counts: the number of samples of each class, int64 [C].
+    class_counts: the samples of each class, int64 [C].
     """
 
     variance: float
@@ -122,8 +122,8 @@ def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, T
 def aggregate_prototypes(*, class_means: Tensor, class_counts: Tensor) -> dict[str, Tensor]:
     """Return each class's prototype: the mean of the clients' class means, weighted by samples.
 
-    class_means: [m, C, D], the class means of m clients.
-    class_counts: [m, C], the samples of each client and class.
+    class_means: [m, C, D], for m clients.
+    class_counts: [m, C], the numbers of samples.
     Return "prototypes" [C, D], and "present", bool [C]: False for classes without samples.
     """
     counts = class_counts.double()
@@ -144,8 +144,7 @@ def feature_alignment_loss(
 ) -> Tensor:
     """Return the mean squared distance of `features` [B, D] to the prototypes of their classes.
 
-    The local prototype of a class is used if the global one is not present. A class with neither
-    contributes 0.
+    The local prototype is used if the global one is not present. With neither, the distance is 0.
     labels: int64 [B].
     global_prototypes, local_prototypes: [C, D].
     global_present, local_present: bool [C].
@@ -193,11 +192,11 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
     """Return the weights a, float64 [m], that minimise a^T P a, with a_j >= 0 and sum 1.
 
-    P is the matrix diag(variances) + offsets offsets^T. A participant with a 0 in P's diagonal has
-    the weight 1.
+    P is diag(variances) + offsets offsets^T. A participant with a 0 in P's diagonal has the weight
+    1.
     variances: [m].
     offsets: [m, k].
-    preferred: the participant that gets the weight 1 if several have a 0.
+    preferred: the participant to choose if several have a 0.
     """
     # With A^T A = P, let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b).
     diagonal = variances + offsets.square().sum(1)
@@ -218,9 +217,9 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
     """Return the number of a job's first steps that train the head.
 
-    These steps make `head_epochs` passes over the client's samples, but at most head_epochs /
-    (head_epochs + 1) of all steps train the head.
-    sizes: the number of samples in each batch of the job.
+    These steps make `head_epochs` passes over the client's samples, but are at most head_epochs /
+    (head_epochs + 1) of all steps.
+    sizes: the samples in each batch of the job.
     samples: the number of the client's samples.
     """
     full_batches, rest = divmod(samples, max(sizes))
@@ -300,8 +299,8 @@ class FedPAC(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
-        The key is the setting that the run uses. The value is the run's value, but at least
-        head_epochs + 1, so that a job trains both the head and the extractor.
+        The key is the one that the run sets. The value is the run's value, but at least head_epochs
+        + 1, to train both the head and the extractor.
         """
         key, budget = _local_work(local)
         return {key: max(budget, self.head_epochs + 1)}
@@ -371,8 +370,8 @@ class FedPAC(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a job minus that of plain training, as a number of trained samples.
 
-        Statistics need two forward passes over the client's samples; a forward pass costs a third
-        of a trained sample. Steps that train the head also cost only a third.
+        Two forward passes over the client's samples measure statistics. A sample costs a third in a
+        forward pass, and also in a step that trains the head.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

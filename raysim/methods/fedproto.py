@@ -66,7 +66,7 @@ def class_means(
 def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
     """Return the batch mean of |h - p|^2 / d for features h [d] and the prototype p of their class.
 
-    Samples of classes without a prototype add 0 to the mean.
+    Samples of classes without a prototype add 0.
     features: [B, d].
     labels: int64 [B].
     prototypes: [C, d].

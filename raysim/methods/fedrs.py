@@ -38,10 +38,10 @@ ScaleKind: TypeAlias = Literal["binary", "relative"]
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
     """Return the factor on the logit of each class: float64 [C].
 
-    class_counts: [C], the number of the client's samples of each class, not all 0.
+    class_counts: [C], the client's samples of each class, not all 0.
     alpha: the factor of a class without samples.
-    kind: "binary" gives 1 to a class with n samples, "relative" gives alpha + (1 - alpha) n / max
-    n.
+    kind: the factor of a class with n samples: 1 ("binary") or alpha + (1 - alpha) n / max n
+    ("relative").
     """
     counts = class_counts.double()
     presence = (counts > 0).double() if kind == "binary" else counts / counts.max()

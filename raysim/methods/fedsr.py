@@ -77,10 +77,9 @@ def conditional_information_penalty(
 class Gaussian(Classifier):
     """A classifier whose features are drawn from N(mu, sigma^2) in training.
 
-    In evaluation, `features` returns mu, and `forward` averages the predictions of `samples` draws,
-    which never change.
-    base: the classifier whose extractor is used. A new linear layer computes mu and sigma from the
-    extractor's features.
+    In evaluation, `features` returns mu, and `forward` averages the predictions of `samples` fixed
+    draws.
+    base: the classifier whose extractor is used. A new linear layer computes mu and sigma.
     width: the number of features.
     """
 

@@ -93,8 +93,8 @@ class FLoRA(Method):
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
         """Declare which floats do not travel, so that traffic and virtual time leave them out.
 
-        A client receives the stacked factors of the last aggregation (none with version 0), and
-        sends its own factors.
+        The frozen weights do not travel. A client receives the stacked factors of the last
+        aggregation, and sends its own factors.
         sizes: for each layer with an adapter, the number of floats of the weight.
         """
         mean_rank = float(ranks.of_client.mean())

@@ -378,7 +378,7 @@ class FRAug(Method):
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
         The unit is the training of one sample. The cost of generator and RTNet is estimated by
-        their share of the parameters, which is too high if the model has convolutions.
+        their share of the parameters; the estimate is too high for a model with convolutions.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -492,10 +492,10 @@ class FRAug(Method):
         """Report three means over the job's steps, which become columns of the history.
 
         - "real_norm": the norm of real features.
-        - "generated_norm": the norm of the generator's features; missing with use_generator=False.
+        - "generated_norm": the norm of the generator's features; missing without a generator.
         - "synthetic_accuracy": the share of synthetic features that the head classifies correctly.
 
-        Nothing is reported while the classifier gets no synthetic features.
+        Nothing is reported if no step used synthetic features.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
@@ -541,10 +541,10 @@ class FRAug(Method):
     ) -> Tensor:
         """Return synthetic features [2B, D]: anchors + strength * RTNet(source, labels).
 
-        With use_rtnet=False, return (1 - strength) * anchors + strength * source.
+        Without RTNet, return (1 - strength) * anchors + strength * source.
         anchors: [2B, D], first the real features, then the prototypes.
-        source: [2B, ...], RTNet's input, from `_source`.
-        labels: int64 [2B], the class of each row.
+        source: [2B, ...], RTNet's input.
+        labels: int64 [2B].
         strength: rho in the paper.
         """
         if not self.use_rtnet:
@@ -587,8 +587,8 @@ def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor
     """Add a step's mean norms and accuracy to the job's sums, and count the step.
 
     real: [B, D], the real features.
-    generated: [2B, ...], the features from the generator; without a generator, the noise.
-    is_correct: bool [2B], True for synthetic features whose class the head predicts.
+    generated: [2B, ...], the generator's features; without a generator, the noise.
+    is_correct: bool [2B], True for correctly classified synthetic features.
     """
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
     correct = is_correct.to(real.dtype).mean()

@@ -1,7 +1,7 @@
 """Functions for methods with special rules for the factors A and B of adapters.
 
-A client of rank r receives, trains and sends the first r rows of A and columns of B. All later rows
-and columns are 0 in the client's vector. `raysim/models/lora.py` describes the factors.
+A client of rank r receives, trains and sends the first r rows of A and columns of B. Later rows and
+columns are 0 in the client's vector. `raysim/models/lora.py` describes the factors.
 """
 
 from __future__ import annotations
