@@ -1,14 +1,13 @@
 """Compare schedules and asynchronous algorithms on a fleet with a few very slow devices.
 
-This program makes the page docs/studies/asynchrony.md:
+Make the page docs/studies/asynchrony.md:
 
     python jobs/asynchrony_study.py run runs/asynchrony
     python jobs/asynchrony_study.py collect runs/asynchrony
     python jobs/asynchrony_study.py page
 
-The command `run` executes 48 runs, and continues if it was stopped. It applies further arguments,
-such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
-docs/studies/asynchrony.json. `page` writes docs/studies/asynchrony.md and asynchrony.png.
+`run` executes the 48 runs that are not finished. Further arguments are overrides of every run, such
+as `data.root=DIR`. `collect` writes docs/studies/asynchrony.json.
 """
 
 from __future__ import annotations
@@ -87,9 +86,9 @@ def words(algorithm: str, local: str, seed: int) -> list[str]:
 
 
 def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
-    """Execute the runs of the study that compares schedules and asynchronous algorithms.
+    """Execute the unfinished runs of the study of schedules and asynchronous algorithms.
 
-    A finished run in `folder` is not repeated. The runs of one seed come before those of the next.
+    The runs of one seed come before the runs of the next seed.
     folder: the folder that contains the folders of all runs.
     more: overrides for every run.
     """
@@ -162,11 +161,10 @@ def collect(folder: Path) -> None:
 
 # --- the page -------------------------------------------------------------------------------------
 def mean(values: Sequence[float | None], form: str) -> str:
-    """Return the mean and the standard deviation of the runs' values as text.
+    """Return the mean and the standard deviation of the values as text; "never" without values.
 
-    If some runs have no value, the text also says how many runs have one. If no run has one, the
-    text is "never".
-    values: the value of each run; None if the run has none.
+    values: one value per run; None if the run has none. The text tells if only some runs have a
+    value.
     form: the format of both numbers, such as "{:.1f}".
     """
     reached = [value for value in values if value is not None]
@@ -271,12 +269,11 @@ python jobs/asynchrony_study.py page
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw the accuracy of each algorithm against virtual time.
+    """Draw the accuracy of each server algorithm against virtual time.
 
-    There is a panel for each method that clients train with. A line shows the mean accuracy over
-    the seeds. The band around a line reaches from the lowest to the highest accuracy of the seeds.
-    store: the stored numbers of the runs, by client method, algorithm and seed.
-    path: the path of the picture.
+    Each client method has a panel. A line shows the mean accuracy over the seeds, with a band from
+    the lowest to the highest accuracy.
+    store: the numbers of the runs, by client method, server algorithm and seed.
     """
     with curves_figure(path, len(store), height=5.6, lowest=0.5) as axes:
         for ax, (local, runs) in zip(axes, store.items(), strict=True):

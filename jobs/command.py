@@ -14,8 +14,8 @@ from raysim.primitives.errors import errors_as_refusals
 def run(program: Callable[[], object]) -> NoReturn:
     """Run a program, and end this process with an exit status.
 
-    The exit status is 0 if the program succeeds. The exit status is 2 if the program refuses its
-    input, and a printed sentence says why. It is 130 after Ctrl-C, and 1 after other failures.
+    The status is 0 after success, 2 if the program refuses its input, 130 after Ctrl-C, and 1 after
+    other failures. A refusal is printed.
     """
 
     def command() -> int:

@@ -126,11 +126,10 @@ def is_finished(out: Path) -> bool:
 
 
 def tried_rates(folder: Path, method: str) -> dict[float, float]:
-    """Map each learning rate of a method to the perplexity of its run on the first seed.
+    """Map each learning rate of a method to the perplexity of its finished run on the first seed.
 
-    The learning rates are those in `RATES[method]`, except those whose run has not finished.
+    The learning rates are those in `RATES[method]` whose run has finished.
     folder: the folder of all runs.
-    method: the name of the method.
     """
     outs = {rate: folder_of(folder, method, SEEDS[0], rate) for rate in RATES[method]}
     return {rate: measured(out)["perplexity"] for rate, out in outs.items() if is_finished(out)}
@@ -139,11 +138,9 @@ def tried_rates(folder: Path, method: str) -> dict[float, float]:
 def best_rate(folder: Path, method: str) -> float | None:
     """Return the learning rate at which a method has the lowest perplexity on the first seed.
 
-    `RATES[method]` has the learning rates that were tried. Return None if `RATES` does not contain
-    the method, because its learning rate is then fixed. Raise ValueError if a run with the first
-    seed is missing.
+    Return None if `RATES` lacks the method, because its learning rate is fixed. Raise ValueError if
+    a run with one of the rates in `RATES[method]` is missing.
     folder: the folder of all runs.
-    method: the name of the method.
     """
     if method not in RATES:
         return None
@@ -157,12 +154,12 @@ def best_rate(folder: Path, method: str) -> float | None:
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Train the base model, then execute the runs that are missing, one seed after another.
+    """Train the base model centrally, then execute the missing runs, one seed after another.
 
-    All runs start from the base model, which is trained centrally.
+    Each run starts from the base model.
     folder: the folder of all runs.
-    more: overrides for every run, such as "local.steps=25". With "only=DiLoCo,FedIT", only the runs
-    of these methods and the runs `UNCHANGED` are executed.
+    more: overrides for every run, such as "local.steps=25". With "only=DiLoCo,FedIT", only runs of
+    these methods and of `UNCHANGED` are executed.
     """
     import raysim
 
@@ -238,11 +235,9 @@ def measured(folder: Path) -> dict[str, Any]:
 def collect(folder: Path) -> None:
     """Write the numbers of the finished runs to docs/studies/language.json.
 
-    folder: the folder of all runs.
-
-    A seed is left out unless all of its runs have finished. Methods without runs in the folder keep
-    their stored numbers. Raise ValueError if the runs of these stored numbers started from a
-    different base model than the runs in the folder.
+    A seed with an unfinished run is left out. A method without runs in `folder` keeps its stored
+    numbers. Raise ValueError if runs of the stored numbers started from another base model than the
+    runs in `folder`.
     """
     present = [method for method in METHODS if [*folder.glob(f"{folder_name(method)}-*")]]
     stored = json.loads(STORE.read_text()) if STORE.exists() else {}
@@ -298,12 +293,11 @@ def table(store: dict[str, Any]) -> str:
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw the perplexity of each method against virtual time, and against traffic.
+    """Draw one panel with perplexity against virtual time, and one with perplexity against traffic.
 
-    There is a panel for virtual time and one for traffic. A line shows the mean perplexity over the
-    seeds. The band around a line reaches from the lowest to the highest perplexity of the seeds.
-    store: the stored numbers of the runs, by method and seed.
-    path: the path of the picture.
+    A line shows a method's mean perplexity over the seeds, with a band from the lowest to the
+    highest perplexity.
+    store: the numbers of the runs, by method and seed.
     """
     titles = ("virtual seconds", "MB, down and up")
     with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:

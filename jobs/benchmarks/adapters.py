@@ -70,7 +70,6 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 
     model: the network with adapters of peft.
     tokens, labels: the samples from which each step draws a batch.
-    jobs: the number of jobs that are measured.
     """
     factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(0)
@@ -89,8 +88,8 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 def measure_steps(blocks: int, jobs: int) -> None:
     """Print the CPU time of a job for each number format of the frozen weights.
 
-    A printed line has the time in a plain loop, the time in raysim, and the ratio of these times.
-    blocks: the number of pairs of measurements: one of the plain loop, then one of raysim.
+    A printed line has the time in a plain loop, the time in raysim, and the ratio of the two times.
+    blocks: the number of pairs of measurements.
     jobs: the number of jobs in each measurement.
     """
     specs = {}
@@ -159,11 +158,10 @@ def peak_bytes(overrides: list[str]) -> int:
 
 
 def measure_memory() -> None:
-    """Print how much memory all Ray actors use, for each number format of the frozen weights.
+    """Print the peak memory of the Ray actors, for each number format of the frozen weights.
 
-    The actors are the coordinator and the workers. The printed memory is the highest sum over them
-    at one time in a run. Three runs are made for each number format:
-    1 worker with 4 clients, 2 workers with 4 clients, and 2 workers with 64 clients.
+    The peak is the highest sum over coordinator and workers at one time. The runs have 1 worker
+    with 4 clients, 2 workers with 4 clients, and 2 workers with 64 clients.
     """
     size_mib = FROZEN_BYTES / 2**20
     print(
@@ -190,11 +188,10 @@ def measure_memory() -> None:
 
 
 def main() -> None:
-    """Measure what adapters cost: with the argument `steps` CPU time, with `memory` memory.
+    """Measure what adapters cost, for each number format of the frozen weights.
 
-    `steps` prints the CPU seconds of a job in raysim and in a plain PyTorch loop with peft.
-    `memory` prints the memory of coordinator and workers, for each number format of the frozen
-    weights.
+    With the argument `steps`, print the CPU seconds of a job in raysim and in a plain PyTorch loop.
+    With `memory`, print the memory of coordinator and workers.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)

@@ -148,9 +148,8 @@ class CountingRuntime:
         return refs
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
-        """Let a node add up sums of updates, and return a reference to the total; count the call.
+        """Let a node add up sums of updates; count the call; return a reference to the total.
 
-        node: the number of the node.
         parts: for each sum, the positions of its updates in the order of aggregation.
         refs: references to the sums, in the same order.
         """
@@ -160,11 +159,10 @@ class CountingRuntime:
         return ref
 
     def get(self, ref: Any) -> Any:
-        """Wait for a value and return it; count the updates and sums that the value contains.
+        """Wait for a value and return it; count the arrays of the value's updates and sums.
 
-        Add the number of these arrays to `counts["arrays"]`. If the value comes from another node
-        than the coordinator's, add the bytes of the arrays to `counts["up"]`.
-        ref: the reference to the value.
+        The number of arrays is added to `counts["arrays"]`. The bytes of arrays from other nodes
+        than the coordinator's are added to `counts["up"]`.
         """
         value = self._inner.get(ref)
         if isinstance(value, (TrainingResult, np.ndarray)):
@@ -224,8 +222,8 @@ class RoundCost:
 class Stopwatch:
     """A stopwatch that adds up the wall seconds of each phase of a round, such as "dispatch".
 
-    Call `watch` once for each Python method to time, with the name of the method's phase. The
-    dictionary `seconds` maps each phase to the total wall seconds of its timed methods.
+    Call `watch` once for each Python method to time. The dictionary `seconds` maps a phase to the
+    total wall seconds of its methods.
     """
 
     def __init__(self) -> None:
@@ -257,8 +255,8 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     """Execute `rounds` measured rounds and return their median cost.
 
     cohort: the number of clients in a round.
-    way: how updates return: "sums" (a sum from each worker), "sums of nodes" (a sum from each node)
-    or "updates" (one by one).
+    way: how updates return: "sums" (one sum per worker), "sums of nodes" (one sum per node) or
+    "updates" (one by one).
     """
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
     counting, stopwatch = CountingRuntime(runtime), Stopwatch()
@@ -403,10 +401,10 @@ def table(results: Sequence[RoundCost]) -> str:
 
 
 def main() -> None:
-    """Measure what a round costs on a Ray cluster; print a table, and write a JSON file.
+    """Measure what a round costs on a Ray cluster; print a table and write a JSON file.
 
-    The options of the command line set the cluster, the model sizes, the number of rounds and the
-    path of the JSON file.
+    The command line sets the cluster, the model sizes, the number of rounds and the path of the
+    JSON file.
     """
     command_line = parser(__doc__)
     command_line.add_argument(

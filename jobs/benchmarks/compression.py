@@ -63,8 +63,7 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
     """Print by how much each compressor increases the CPU time of a round of a workload.
 
     name: the name of the workload, "W1" or "W3".
-    compressors: the compressors to measure.
-    blocks: the number of pairs of runs for each compressor: one run without it, then one with it.
+    blocks: the number of pairs of runs for each compressor, without and with it.
     rounds: the number of measured rounds of each run.
     """
     workload = WORKLOADS[name]

@@ -1,9 +1,9 @@
 """Compare the accuracy and time of Flower's own programs on raysim and on Flower's engine.
 
-`jobs.benchmarks.flower_engine` runs this comparison. The programs are examples and baselines of
-Flower's repository. Their files are not changed. An app runs with `raysim flower run` and with
-Flower's `run_simulation`. An older program is not an app and calls Flower's `start_simulation`. To
-run it on raysim, this module replaces that function by `raysim.flower.start_simulation`.
+`jobs.benchmarks.flower_engine` runs this comparison. The programs are unchanged examples and
+baselines of Flower's repository. An app runs with `raysim flower run` and with Flower's
+`run_simulation`. An older program calls Flower's `start_simulation`, which raysim replaces by
+`raysim.flower.start_simulation`.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Measured:
     """The result of one run of a program.
 
     accuracy: the mean accuracy over the last `LAST_ROUNDS` rounds, between 0 and 1.
-    seconds: the wall time in seconds, including the time in which processes start.
-    cpu_seconds: the user and system time of all processes in seconds, including Ray's processes.
+    seconds: the wall time, including the start of processes.
+    cpu_seconds: the user and system time of all processes, including Ray's processes.
     """
 
     accuracy: float
@@ -185,9 +185,7 @@ def copy_data(source: Path, target: Path, share: float) -> None:
 def _path_of_copy(file: Path, source: Path, target: Path) -> Path:
     """Make the folder for the copy of a file; return the path of the copy.
 
-    source: a folder that contains the file.
-    target: the folder for the copies. The path of the copy relative to `target` is the path of the
-    file relative to `source`.
+    The path of the copy relative to `target` is the path of the file relative to `source`.
     """
     copy = target / file.relative_to(source)
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -211,9 +209,8 @@ def cut_idx(content: bytes, share: float) -> bytes:
 
 
 def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict[str, list[str]]:
-    """Return the commands that run a Flower app on raysim and on Flower's engine.
+    """Return the commands that run a Flower app on "raysim" and on "flower", Flower's engine.
 
-    The keys of the result are "raysim" and "flower".
     folder: the app's folder.
     engine: the path of the Python interpreter that has Flower's engine.
     seed: the seed of the run on raysim. Flower's engine receives no seed.
@@ -234,12 +231,11 @@ def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict
 
 
 def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[str]]:
-    """Return the commands that run an older program on raysim and on Flower's engine.
+    """Return the commands that run an older program on "raysim" and on "flower", Flower's engine.
 
-    An older program is not a Flower app: it calls Flower's function `start_simulation`. The keys of
-    the result are "raysim" and "flower".
+    An older program is not a Flower app: it calls Flower's function `start_simulation`.
     engine: the path of the Python interpreter that has Flower's engine.
-    seed: the seed of the simulation on raysim. It also replaces {seed} in the program's arguments.
+    seed: the seed on raysim. It also replaces {seed} in the program's arguments.
     """
     words = [str(PROCESSES), program.module]
     words += [word.format(seed=seed) for word in program.settings]
@@ -248,12 +244,11 @@ def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[s
 
 
 def read_accuracy(log: str) -> float:
-    """Return the mean accuracy over the last rounds in a program's log.
+    """Return the mean accuracy over the last `LAST_ROUNDS` rounds in a program's log.
 
-    An app logs {'accuracy': VALUE} or {'eval_acc': VALUE} in each round. If a log has both, the
-    values of 'accuracy' are used. An older program prints Flower's `History` at its end, which has
-    'accuracy': [(ROUND, VALUE), ...].
-    Raise RefusedError if the log has no accuracy in one of these formats.
+    An app logs {'accuracy': VALUE}, or else {'eval_acc': VALUE}, in each round. An older program
+    logs Flower's `History`, with 'accuracy': [(ROUND, VALUE), ...].
+    Raise RefusedError if the log has no accuracy.
     """
     values = re.findall(r"'accuracy': ([-+.\de]+)", log)
     values = values or re.findall(r"'eval_acc': ([-+.\de]+)", log)
@@ -369,10 +364,9 @@ def wait_for_children() -> None:
 def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measured:
     """Execute the command of a Flower program; return the program's accuracy and time.
 
-    command: the command, a list of words.
     folder: the folder that has the program's Python modules.
     work: the working directory of the command, in which the program looks for its data sets.
-    Raise RefusedError if the program fails or logs no accuracy, and on another system than Linux.
+    Raise RefusedError if the program fails or logs no accuracy, and if the system is not Linux.
     """
     environment = {
         **os.environ,
@@ -451,10 +445,10 @@ def compare_program(
 def programs_table(results: dict[str, dict[str, list[Measured]]]) -> str:
     """Return a table with a row for each program.
 
-    A row has the mean, the lowest and the highest accuracy over the seeds, for raysim and for
-    Flower's engine. The last two columns are raysim's wall time and CPU time, each divided by that
-    of Flower's engine, as medians over the seeds.
-    results: maps each program's name to the results on "raysim" and on "flower".
+    A row has the mean, lowest and highest accuracy over the seeds, for raysim and for Flower's
+    engine. The last columns are median ratios: the wall time and the CPU time of raysim, divided by
+    that of the engine.
+    results: the results of each program, on "raysim" and on "flower".
     """
     rows = []
     for name, sides in results.items():

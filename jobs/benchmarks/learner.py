@@ -107,9 +107,8 @@ def copies_ms(floats: int) -> float:
 def main() -> None:
     """Print, for each model size, the CPU time that a learner adds to a job.
 
-    A learner copies the parameters twice. The time of two such copies is measured separately and
-    printed. It is then subtracted from the time that the learner adds. Raise ValueError if the
-    difference is above `LIMIT_MS` milliseconds for a model size.
+    A learner copies the parameters twice. Raise ValueError if the added time without these two
+    copies is above `LIMIT_MS` milliseconds.
     """
     values = read(parser(__doc__))
     results = []

@@ -219,10 +219,9 @@ def compare(
 def table(results: dict[str, dict[str, list[float]]]) -> str:
     """Return a table with a row for each workload and simulator.
 
-    A row has the simulator's median seconds per round. It also has ratios: raysim's seconds divided
-    by the simulator's seconds.
-    results: the seconds per round, by workload and simulator. Each list has one number for each
-    repetition of the measurement.
+    A row has the simulator's median seconds per round, and ratios: raysim's seconds divided by the
+    simulator's seconds.
+    results: the seconds per round of each repetition, by workload and simulator.
     """
     rows = []
     for name, seconds in results.items():
@@ -243,8 +242,8 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     """Compare the time of a round on raysim, on pfl-research and on FedJAX.
 
-    The command line names the workloads of `raysim bench` to train. The results are printed as a
-    table, and written to the JSON file of the option `--out`.
+    The command line names the workloads of `raysim bench` to train. The results are printed, and
+    written to the JSON file of the option `--out`.
     """
     parser = arguments.parser(__doc__)
     parser.add_argument(

@@ -75,9 +75,8 @@ OORT = "oort"  # this selection, with reports of all updates, on a log-normal fl
 class Rate:
     """The speed of the planner for a schedule and a fleet.
 
-    schedule: the name of the schedule.
-    fleet: the name of the fleet; "oort" for the selection Oort on a log-normal fleet.
-    start: CPU seconds to the first aggregation, and for "oort" to the second one.
+    fleet: the name of the fleet; "oort" means the selection Oort on a log-normal fleet.
+    start: CPU seconds to the first aggregation; for "oort" to the second aggregation.
     events: dispatched and finished jobs per CPU second.
     memory: bytes by which the planner made the process larger.
     """
@@ -176,10 +175,10 @@ def _resident() -> int:
 
 
 def whole_run(rounds: int) -> tuple[float, float]:
-    """Measure how fast a run is if its worker returns prepared updates instead of training.
+    """Return the aggregated jobs per CPU second, and the CPU seconds to the first aggregation.
 
-    The coordinator and its only worker are in this process. An aggregation has 100 updates.
-    Return the aggregated jobs per CPU second, and the CPU seconds to the first aggregation.
+    The run's only worker is in this process and returns prepared updates without training. An
+    aggregation has 100 updates.
     rounds: the number of aggregations.
     """
     settings = RunSettings(rounds=rounds, evaluate=Evaluation(every=10**9))

@@ -2,9 +2,8 @@
 
     uv run python -m jobs.benchmarks.rules
 
-The benchmark alternates a rule and FedAvg in one process and reports the median of the ratios.
-FedAvg itself and FedLD's rule are compared with a plain PyTorch loop, which adds one update after
-the other.
+The result is the median ratio of times, measured in turns in one process. FedAvg itself and FedLD's
+rule are compared with a plain PyTorch loop over the updates.
 """
 
 from __future__ import annotations
@@ -115,10 +114,9 @@ def seconds_per_loop(updates: Sequence[Update]) -> float:
 def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """Return the median wall seconds in which the server aggregates `updates` with a rule.
 
-    The first aggregation, in which the server makes its state, is not measured.
-    updates: the updates of each aggregation. The server gets each update separately, and no sums of
-    updates.
-    methods: the methods that make up the aggregation rule; without any, the rule is FedAvg.
+    The first aggregation is not measured, because the server makes its state in it.
+    updates: the updates of each aggregation, which the server gets one by one.
+    methods: the methods that make up the rule; none for FedAvg.
     """
     counts = np.full(COHORT, 100)
     task = Task((3, 32, 32), 10, COHORT)
@@ -154,9 +152,8 @@ def _updates() -> list[Update]:
 def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure FedAvg against a plain loop, and each aggregation rule against FedAvg.
 
-    The server rule of FedLD (`fedld_principal`) is measured last, against a plain sum.
-    blocks: the number of repetitions. In each repetition, every rule and its reference are measured
-    once.
+    The rule of FedLD (`fedld_principal`) is measured against a plain sum.
+    blocks: the number of repetitions.
     say: function that gets a line of text after each repetition.
     """
     updates = _updates()

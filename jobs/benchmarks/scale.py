@@ -74,7 +74,7 @@ class AggregationCost:
     floats: the number of floats in each received array.
     arrays: the number of received sums and updates.
     seconds, cpu: wall and CPU seconds of the coordinator's process.
-    memory: the peak of the process's resident set so far, in bytes.
+    memory: the process's peak resident memory so far, in bytes.
     """
 
     case: Case
@@ -124,10 +124,9 @@ class ReadyWorker(SeparateSums):
     ) -> TrainingResult:
         """Return an update for each job and a sum for each group, without training.
 
-        All vectors are filled with 1e-9. The update of a job in a group has no vector, because the
-        group's sum contains it.
+        All vectors are filled with 1e-9. The update of a job in a group has no vector.
         groups: each has the numbers of the jobs whose updates are summed.
-        versions, published: the versions from which the jobs start; not used.
+        versions, published: not used.
         """
         summed = {number for group in groups for number in group}
         updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
@@ -166,10 +165,10 @@ class SlowWorker(ReadyWorker):
 
 
 class ManyWorkers:
-    """A runtime that shows the coordinator many workers but has only a few.
+    """A runtime that shows the coordinator many workers but has only a few real workers.
 
-    Several workers that the coordinator sees are the same real worker.
-    workers_inside: the runtime of the real workers.
+    workers_inside: the runtime of the real workers. A real worker does the work of several shown
+    workers.
     workers: the number of workers that the coordinator sees.
     """
 

@@ -58,10 +58,10 @@ BUDGET = 1.0  # GiB, for the run of `--clients`
 class CheckpointCost:
     """The median cost of a checkpoint.
 
-    what: a text that says what the checkpoint contains.
-    seconds, cpu: wall and CPU seconds that writing the checkpoint takes.
-    states: the bytes of the client states that changed since the last checkpoint.
-    round_seconds: wall seconds of a round between two checkpoints; None if no round was trained.
+    what: a text about the content of the checkpoint.
+    seconds, cpu: wall and CPU seconds to write the checkpoint.
+    states: bytes of the client states that changed since the last checkpoint.
+    round_seconds: wall seconds of a round between two checkpoints; None without training.
     """
 
     what: str
@@ -78,7 +78,7 @@ class StateRunCost:
     budget: the largest size of the client states in memory, in GiB; None for no limit.
     seen: the number of clients that took part.
     seconds, cpu: wall and CPU seconds of a round.
-    memory: the peak of the process in bytes.
+    memory: peak memory of the process, in bytes.
     spilled: bytes of client states on disk.
     """
 
@@ -94,12 +94,10 @@ class StateRunCost:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 def workload_checkpoints(root: str | None, rounds: int) -> CheckpointCost:
-    """Run the workload W1 of `raysim bench` in this process; return the cost of a checkpoint.
+    """Return the cost of a checkpoint in a run of the workload W1 of `raysim bench`.
 
-    A checkpoint is written after every round.
+    The run writes a checkpoint after each of its `rounds` + 1 rounds.
     root: the folder of Fashion-MNIST; None downloads it.
-    rounds: the run has one round more than this. The checkpoint after each of its rounds is
-    measured.
     """
     work = WORKLOADS["W1"]
     spec = spec_of_loop(work, source_of(work, root))
@@ -129,7 +127,6 @@ def _pairs(
 
     The preceding event may be of any class.
     marks: all events in order, each with its wall and CPU time.
-    kind: the class of events.
     """
     pairs = itertools.pairwise(marks)
     return [(before, mark) for before, mark in pairs if isinstance(mark[0], kind)]
@@ -139,9 +136,8 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
     """Write checkpoints of a run in which every client has a state; return their median cost.
 
     A client state has the size of the model of the workload W2 of `raysim bench`.
-    clients: the number of clients.
     count: the number of clients whose states change before each checkpoint.
-    blocks: how many checkpoints are written and measured, after a first one that is not measured.
+    blocks: the number of measured checkpoints.
     """
     state: Arrays = {
         "scaffold.control": np.ones(
@@ -168,9 +164,8 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
     """Return a run of SCAFFOLD with the model of the workload W2 of `raysim bench`.
 
-    Each client has 60 of 60,000 samples. Runs of more than 1,000 clients use samples repeatedly.
-    clients: the number of clients.
-    rounds: the number of rounds.
+    Each client has 60 of 60,000 samples. With more than 1,000 clients, several clients have the
+    same samples.
     budget: the largest size of the client states in memory, in GiB; None for no limit.
     """
     work = WORKLOADS["W2"]
@@ -209,8 +204,6 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
     """Train `stateful_run` in a new process, so that the peak of memory is that of the run.
 
-    clients: the number of clients.
-    rounds: the number of rounds.
     budget: the largest size of the client states in memory, in GiB; None for no limit.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:

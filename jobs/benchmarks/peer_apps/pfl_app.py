@@ -2,8 +2,8 @@
 
     python pfl_app.py FOLDER ROUNDS
 
-`jobs.benchmarks.peers` writes FOLDER and starts this file once for each process, with a Python that
-has pfl. Environment variables of pfl connect the processes.
+`jobs.benchmarks.peers` writes FOLDER and starts this file once for each process. Environment
+variables of pfl connect the processes.
 """
 
 from __future__ import annotations

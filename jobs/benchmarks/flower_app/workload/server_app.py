@@ -1,9 +1,7 @@
 """Run FedAvg in Flower, and write the time at the end of each round to a file.
 
-The first time in the file is that before the first round.
-
-The environment variable ROUNDS has the number of rounds. The environment variable TIMES has the
-path of the file.
+The environment variable ROUNDS has the number of rounds. TIMES has the path of the file. The first
+time in the file is the start of the first round.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run FedAvg in Flower, without evaluation on clients; write the end time of each round.
 
-    The environment variable ROUNDS has the number of rounds. The environment variable TIMES has the
-    path of the JSON file for these times, in seconds. Its first time is that before the first
-    round.
+    The environment variable ROUNDS has the number of rounds. TIMES has the path of the JSON file
+    for the times in seconds. The first time is the start of the first round.
     """
     file = Path(os.environ["TIMES"])
     times: list[float] = []
