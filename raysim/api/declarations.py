@@ -268,7 +268,7 @@ class Local:
     rates: factors on the learning rate of "head", "body", "adapters", or a module or parameter by
     its full name.
     epochs, steps: passes over the client's samples, or batches of a job; one of them is None.
-    sampling: "shuffle" makes passes in a new random order, whose last batch may be smaller.
+    sampling: "shuffle" makes passes in a new random order; the last batch of a pass may be smaller.
     "replacement" draws every batch at random, with replacement.
     phases: with `steps`, the number of parts of a job. Methods that select samples for each epoch
     then select samples for each part.

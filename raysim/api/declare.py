@@ -26,8 +26,8 @@ from raysim.vectors.layout import Layout, plan_layout
 class RunSettingsForMethods:
     """The settings of a run that methods may read in `setup`, before the run starts.
 
-    They become attributes of `Setup` with the same names. The docstring of `Setup` explains each of
-    them.
+    They become attributes of `Setup` with the same names. The docstring of `Setup` explains them
+    where the name does not.
     """
 
     local: Local

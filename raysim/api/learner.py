@@ -52,8 +52,8 @@ class EvaluationData:
     """The samples that a learner is evaluated on.
 
     client: -1 for sets that belong to no client.
-    name: "client", "validation", "central", or a domain, which is "central:NAME" for the central
-    test set.
+    name: "client", "validation", "central", or the name of a domain. "central:NAME" is the domain
+    NAME of the central test set.
     rows: int64 [n], the positions of the samples in the data set.
     state: the client state that the learner declared, by name; empty without a client.
     """
@@ -78,7 +78,7 @@ class Learner(Method):
 
     Parameters are a nested structure of arrays, or bytes. The server averages arrays of floats.
     Each entry of other arrays becomes the largest value among the clients. A learner with bytes
-    must implement `aggregate`.
+    must implement `aggregate`; the number of bytes may change.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:

@@ -361,8 +361,8 @@ class ScoredModel(PersonalModel):
 
     client: -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: "client", "central", "validation" or a domain, which is "central:NAME" for the central
-    test set.
+    name: "client", "central", "validation" or the name of a domain. "central:NAME" is the domain
+    NAME of the central test set.
     state: the method's client state, by short name; empty for the shared model.
     received: the method's tensors for all clients and for this one.
     """

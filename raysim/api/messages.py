@@ -176,8 +176,9 @@ class Update(NamedTuple):
     loss: the mean task loss over `loss_rows` samples; nan if no step had the task loss.
     counters: int64 [layout.shared_counters], the buffers of integers after training.
     extras: the tensors that methods upload, by "method.name".
-    moves: (start, stop, rates) for each trained range of the shared parameters, with the sum of the
-    learning rates of its steps. It is () unless a method calls `Setup.read_updates`.
+    moves: (start, stop, rates) for each trained range [start:stop] of the shared parameters.
+    `rates` is the sum of the learning rates of all optimizer steps on the range. `moves` is ()
+    unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
     seconds, norm: wall seconds on the worker, and the Euclidean norm of the change of the
     parameters.

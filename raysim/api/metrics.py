@@ -86,8 +86,8 @@ class Metric:
     name: None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
     per: "sample" for a score for each sample, whose mean is the metric. "set" for one number from
-    all samples of the central test set, a client or a domain. None tries the function, or means
-    "sample" if labels are dictionaries or lists of arrays.
+    all samples of the central test set, a client or a domain. With None, raysim
+    tries the function; for labels that are dictionaries or lists of arrays, it means "sample".
     """
 
     function: MetricFunction
@@ -254,7 +254,8 @@ class ScoresOfRows:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return the collected scores of all n samples: an array [n, ...] for each row function.
 
-        A row function None gives a structured array [n] with the fields "outputs" and "labels".
+        If a row function is None, the array is structured, [n], with the fields "outputs" and
+        "labels".
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()

@@ -109,9 +109,10 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample, [B], without labels `IGNORED`; 0 if all are.
+    """Return the mean loss of each sample, [B], without labels `IGNORED`.
 
-    If `values` does not have the shape of `labels`, all losses of a sample are averaged.
+    If all labels of a sample are ignored, the mean is 0. If `values` does not have the
+    shape of `labels`, all losses of a sample are averaged.
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)

@@ -65,8 +65,8 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
-    value: returns the tensor, or None to send nothing now. Its arguments are the client, if `to` is
-    "client", and the server. Without a function, the server state `name` is sent.
+    value: called as value(server), or as value(client, server) if `to` is "client". It returns the
+    tensor, or None to send nothing now. Without a function, the server state `name` is sent.
     floats: the size, a number or a function of the layout.
     to: "all" sends it with each version, "once" with a client's first job, "client" sends each
     client a tensor of its own.
@@ -610,9 +610,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, in order, or a function that returns the stages of each
-        step from the job's plan; a short list is repeated. At most one stage of a step has the task
-        loss.
+        stages: the stages of every step, in order, or a function that returns a list with the
+        stages of each step from the job's plan. A list with fewer steps than the job is repeated.
+        At most one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 

@@ -19,8 +19,8 @@ def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str
     """Unpack each sample's row of floats into a dictionary of arrays, by field name.
 
     rows: [n, floats]. A row has a section for each field, in the order of `fields`: the length of
-    the array's first axis, then its values. All sections of a field have the size that its largest
-    array needs.
+    the array's first axis, then the values. All sections of a field have the size that the field's
+    largest array needs.
     fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]

@@ -155,8 +155,9 @@ class Network:
 
     replica_of: int64 [clients], the replica that serves each client.
     mixing: the weights in an exchange, from `mixing_matrix`; None means no exchanges.
-    shares: float64 [replicas], the weights of the replicas in their mean, the scored shared model;
-    None means equal weights. If clients move, their share of all samples is used instead.
+    shares: float64 [replicas], the weights of the replicas in the mean that is scored as the shared
+    model; None means equal weights. If clients move, the weight of a replica is instead the share
+    of all samples that the replica's clients have.
 
     every: the aggregations between two exchanges: of each replica with `own_schedules`, else of the
     run.

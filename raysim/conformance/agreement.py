@@ -52,9 +52,9 @@ def check_workers(
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
     """Check that writing a checkpoint and resuming from it do not change a run's results.
 
-    Runs without checkpoints, with one after round 3 of 5, and resumed from it must be bit-identical
-    and have the same history.
-    make: function that returns the run with new method objects.
+    Three runs must be bit-identical and have the same history: one without checkpoints, one with a
+    checkpoint after round 3 of 5, and one resumed from this checkpoint.
+    make: function that returns the run, with new method objects in each call.
     fleet: None uses `Lognormal`.
     """
     straight = run(make(), schedule, fleet, rounds=5)
@@ -76,7 +76,7 @@ def check_recorded(make: Make, **settings: Any) -> None:
 
     Without a GPU, the replay is simulated. The check fails if a step reads the value of a tensor,
     as `.item()` does. It passes if raysim refuses lanes for the run.
-    make: function that returns the run, in float64, with new method objects.
+    make: function that returns the run, in float64, with new method objects in each call.
     settings: see `runs.with_settings`.
     """
     with contextlib.suppress(LanesError):

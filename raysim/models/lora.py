@@ -2,7 +2,7 @@
 
 A layer with the frozen weight W0 [m, n] uses W0 + s B A instead. A [r, n] and B [m, r] are trained;
 r is the rank, and s is alpha / r. At first B is 0 and A random; in an embedding, A is 0 and B
-random. A convolution's n is its input channels times its window's size.
+random. In a convolution, n is the number of input channels times the size of a window.
 """
 
 from __future__ import annotations

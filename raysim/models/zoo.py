@@ -108,7 +108,7 @@ class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
     name: a local folder or a name on the hub with the model's configuration. A type, such as
-    "bert", takes this type's default configuration.
+    "bert", stands for the default configuration of this type.
     pretrained: True loads the weights of that folder or name. With another number of classes, the
     head gets random weights.
     options: values that replace those of the model's configuration.
