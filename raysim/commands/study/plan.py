@@ -35,10 +35,9 @@ class StudyRun:
     """One run of a study.
 
     name: the name of the run's folder.
-    settings: the run's method, and its value of each key that has several values in the study. The
-    seed is left out. An example is {"method": "fedprox", "partition.alpha": "0.1"}.
-    config: the complete configuration.
-    is_finished: True if the run has ended already, so that its folder is complete.
+    settings: the run's method, and its value of each key with several values in the study except
+    the seed, such as {"method": "fedprox", "partition.alpha": "0.1"}.
+    is_finished: True if the run's folder is complete already.
     warnings: warnings about the configuration, for the user.
     """
 
@@ -262,10 +261,10 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Return a dictionary from each key to the short name that stands for it in names of runs.
+    """Map each key to the short name that stands for it in names of runs.
 
-    The short name is the part after the key's last dot. If several keys have the same last part,
-    the short name is the whole key.
+    This is the part after the key's last dot, or the whole key if several keys have the same last
+    part.
     """
     # A run's name is also the name of its folder. If these names changed, a continued study would
     # not find the folders of its runs.

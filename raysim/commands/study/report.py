@@ -105,11 +105,9 @@ class Comparison:
 def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None:
     """Raise `RefusedError` for a name that cannot be a metric in a run's summary.
 
-    names: the names to check.
-    own_metrics: the additional metrics that the user chose with `evaluate.metrics`.
-
-    A name with a dot is a metric that a method reports. It is not checked, because such names are
-    known only after a run has finished.
+    own_metrics: the additional metrics of `evaluate.metrics`.
+    A name with a dot is not checked, because it may be a metric of a method. Such metrics are known
+    only after a run.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
@@ -123,10 +121,9 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
 
 
 def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
-    """Return the names of the metrics, and the metrics of every run of a study.
+    """Return the names of the metrics, and the metrics of every planned run of a study.
 
-    The second result has an entry for each planned run. A run that has not finished has None in
-    place of each value.
+    Each value of a run that has not finished is None.
     metrics: the names of the metrics; () uses the names that `_usual_metrics` returns.
     """
     results = []
@@ -167,9 +164,8 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
     """Return the highest threshold, such as "0.80", that the scores of all runs have reached.
 
     Return None if there is no such threshold.
-    summaries: the summaries of the runs. Their entry "rounds_to" has for each threshold the round
-    in which the score reached it, else None: {"0.80": 12, "0.90": None}. Summaries without this
-    entry are not used.
+    summaries: the summaries of runs. The entry "rounds_to" of a summary maps each threshold to the
+    round that reached it, or to None. Summaries without this entry are ignored.
     """
     reached = []
     for summary in summaries:
@@ -183,9 +179,8 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
 def compared_keys(study: StudyPlan) -> list[str]:
     """Return the keys whose values the study compares.
 
-    If `method` or keys that begin with `method.` have several values, these keys are returned.
-    Otherwise the list has one key, the first with several values; the seed is never compared. The
-    list is empty if no key but the seed has several values.
+    These are the keys `method` and `method.*` that have several values. Without such keys, return
+    only the first key with several values. The seed is never compared.
     """
     varied = [key for key in study.varied if key != "seed"]
     of_methods = [key for key in varied if key.partition(".")[0] == "method"]
@@ -311,9 +306,8 @@ def settings_table(
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
     The deviation is the standard deviation over the seeds.
-
-    comparisons: maps each metric to its comparisons with the reference, so that significant
-    differences are marked. With None no difference is marked.
+    comparisons: for each metric, the comparisons with the reference, which mark significant
+    differences. None marks no difference.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -398,9 +392,8 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
     """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
-    Comparisons with the same `where` are drawn in one panel.
-    comparisons: all comparisons of one metric.
-    about: the name of the test set on which the metric is measured; "" if there is none.
+    comparisons: all comparisons of the metric. Those with the same `where` share a panel.
+    about: the name of the metric's test set; "" if there is none.
     dark: True for a picture on a dark page.
     """
     import matplotlib
@@ -484,12 +477,10 @@ def report(
 ) -> str:
     """Write all results into the study's folder; return the text to print.
 
-    If no run has finished, nothing is written.
-
-    metrics: the metrics to compare, by name; () compares the usual ones. study.png shows the first
-    one.
-    failures: for each failed run, by name, a sentence that says why it failed.
-    width: the length of a line in characters; 0 means no limit.
+    If no run has finished, write nothing.
+    metrics: the metrics to compare; () compares the usual ones. study.png shows the first metric.
+    failures: for each failed run, by name, why it failed.
+    width: the longest line in characters; 0 means no limit.
     """
     names, scores = gather_scores(study, metrics)
     results = [run_scores.result for run_scores in scores if run_scores.result]
@@ -544,10 +535,10 @@ def _difference_sections(
 ) -> list[ReportSection]:
     """Write study.png; return the sections of report.html about differences to the reference.
 
-    The picture shows the first metric. There is a section for each metric that has comparisons.
-    names: the names of the metrics.
-    comparisons: maps the name of each metric to its comparisons.
-    results: all finished runs of the study.
+    Each metric that has comparisons gets a section.
+    names: the names of the metrics; study.png shows the first one.
+    comparisons: maps each metric to its comparisons.
+    results: all finished runs.
     """
     sections = []
     for name in names:

@@ -83,9 +83,8 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 def _share_cpus(config: Node, parallel: int) -> Node:
     """Return the configuration with fewer workers, so that parallel runs share the CPUs.
 
-    Nothing changes if the run has another runtime than "local", or if the user set the number of
-    workers.
-    parallel: the number of runs at a time on this machine.
+    Only the runtime "local" is changed, and only if the user did not set the number of workers.
+    parallel: the number of runs at a time.
     """
     runtime = config["runtime"]
     if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
@@ -218,11 +217,11 @@ def _run_one_by_one(
 
 
 def _join_ray(runtime: Node, session: ExitStack) -> str:
-    """Connect to the Ray cluster of a run, or start one; return the address of the cluster.
+    """Connect to a run's Ray cluster, or start one; return the address of the cluster.
 
     Return "" if the run needs no Ray.
-    runtime: the settings runtime.* of the run.
-    session: the exit stack that closes the connection at its end.
+    runtime: the settings runtime.*.
+    session: the exit stack that closes the connection.
     """
     if runtime["name"] == "inprocess":
         return ""
@@ -237,9 +236,8 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 class ChildRun:
     """A run in a process of its own.
 
-    The process reads its task from stdin: the run's configuration, the path of its log, the address
-    of Ray, and the packages it may use. At the end of the run it writes an answer to stdout: "", or
-    why the run failed.
+    The process reads from stdin the configuration, the path of the log, the address of Ray, and the
+    packages that it may use. At the end it writes to stdout "", or why the run failed.
     since: time.monotonic() at the start.
     """
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """The result of a study: the folder with the tables of scores, and the runs that failed.
+    """The result of a study.
 
     folder: the study's folder. The properties `runs` and `differences` read tables from it.
-    failures: for each failed run, by name, a sentence that says why it failed.
+    failures: for each failed run, by name, why it failed.
     """
 
     folder: Path
@@ -132,11 +132,9 @@ def _make_and_report(
 ) -> dict[str, str]:
     """Execute the runs and print the tables; return why runs failed, by the name of the run.
 
-    planned: the checked study.
     parallel: the number of runs at a time.
-    metrics: the names of the metrics to compare; () compares the usual metrics.
-    allow: the user's own packages whose classes the options may use.
-    quiet: print nothing.
+    metrics: the metrics to compare; () compares the usual ones.
+    allow: the user's packages whose classes the options may use.
     """
     from rich.console import Console
 

@@ -57,9 +57,8 @@ def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
 def _means(folder: Path) -> Mapping[str, object]:
     """Read the mean of each metric for each setting of a study.
 
-    For example, {"final": {"fedavg": 0.8}} says that the metric "final" has the mean 0.8 with the
-    setting "fedavg". The result is empty if no results are stored.
-    folder: the study's folder.
+    {"final": {"fedavg": 0.8}} means that the setting "fedavg" has the mean 0.8 of the metric
+    "final". Without results in the folder, return {}.
     """
     path = folder / "study.json"
     if not path.is_file():

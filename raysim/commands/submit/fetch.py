@@ -92,12 +92,12 @@ def fetch(
 
 
 def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
-    """Copy results from a URL; return their folder on this machine.
+    """Copy results from a URL; return the folder of the copy.
 
-    url: the URL to which a run wrote, such as s3://bucket/first.
-    target: the folder on this machine; None takes the last part of the URL.
+    url: where a run wrote, such as s3://bucket/first.
+    target: the local folder; None takes the last part of the URL.
     checkpoints: True also copies the checkpoints.
-    Raise `RefusedError` if there are no files at this URL.
+    Raise `RefusedError` if the URL has no files.
     """
 
     def is_needed(name: str) -> bool:
@@ -142,10 +142,9 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     """Run a command on the node and in the folder of a job; return the text that it prints.
 
     If the job server does not know the node, Ray chooses one.
-    client: the connection to the job server, from `job_server.connect`.
     details: Ray's `JobDetails` of the job.
     entrypoint: the command.
-    Raise `RefusedError` if the job server does not accept the command, and `RunStoppedError` if it
+    Raise `RefusedError` if the job server refuses the command, and `RunStoppedError` if the server
     no longer answers.
     """
     from raysim.simulation.events import RunStoppedError  # here, because it imports torch

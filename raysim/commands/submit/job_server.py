@@ -135,10 +135,9 @@ def _describe_refusal(url: str, reason: str) -> str:
 def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[str, Any]) -> str:
     """Start a job and return its id.
 
-    client: the connection to the job server, from `connect`.
     entrypoint: the command line of the job.
     runtime_env: Ray's description of the job's environment. Its working directory is uploaded if
-    the cluster does not have it.
+    the cluster lacks it.
     Raise `ValueError` if the cluster does not accept the job.
     """
     try:
@@ -250,9 +249,8 @@ class ConnectionToJob:
 def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
     """Wait for a job's end; return its exit status, and a sentence that says why it ended.
 
-    The sentence is "" if the command of the job exited. If signal n ended the job, the status is
-    128 + n. The status is 130 if the user stopped the job. It is 1 if Ray knows no exit status, for
-    example because the job could not start.
+    The sentence is "" if the job's command exited. The status is 128 + n if signal n ended the job,
+    130 if the user stopped it, and 1 if Ray knows no status.
     """
     job, details = connection.job, connection.details()
     while not details.status.is_terminal():

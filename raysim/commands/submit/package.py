@@ -168,9 +168,9 @@ def pack(files: Sequence[PackedFile], folder: Path) -> None:
 # --- the job ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class JobCommand:
-    """The command of raysim that a Ray job executes on the cluster.
+    """The raysim command that a Ray job executes on the cluster.
 
-    words: the words of the command line, starting with "run", "study" or "sweep".
+    words: the command line, starting with "run", "study" or "sweep".
     overrides: the overrides among the words.
     conf: the folders of --conf.
     config: the file of --config; None without one.
@@ -300,9 +300,8 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
 def read_runtime_env(path: str | None) -> dict[str, Any]:
     """Read the runtime environment of a Ray job, such as its pip packages, from a YAML file.
 
-    path: the file, with the keys of Ray's runtime environment; None returns an empty dictionary.
-    Raise `RefusedError` if there is no such file, if it has another format, or if it sets
-    `working_dir`.
+    path: None returns an empty dictionary.
+    Raise `RefusedError` if the file is missing, has another format, or sets `working_dir`.
     """
     if path is None:
         return {}
@@ -325,9 +324,8 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
 def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the runtime environment of a Ray job with the git commit of the current folder.
 
-    The commit becomes an environment variable of the Ray job, unless the user has set this
-    variable.
-    environment: the runtime environment, as `read_runtime_env` returns it; it is not changed.
+    The commit is an environment variable. If the user has set this variable, it does not change.
+    environment: the environment without the commit, from `read_runtime_env`.
     """
     variables = {SOURCE: json.dumps(source_commit()), **(environment.get("env_vars") or {})}
     return {**environment, "env_vars": variables}

@@ -1,8 +1,8 @@
 """Plan a sweep: its options, its search space, and the configuration of every run.
 
-All files are read and all options composed before the sweep starts, so that later changes of files
-have no effect. A sweep that is continued is planned again from its sweep.yaml. This module imports
-no torch, so that a wrong override is refused at once.
+All files are read before the sweep starts, so later changes have no effect. A continued sweep is
+planned again from its sweep.yaml. This module imports no torch, so that a wrong override is refused
+at once.
 """
 
 from __future__ import annotations
@@ -178,12 +178,11 @@ class SweepPlan:
         return range(self.seed, self.seed + self.options.seeds)
 
     def points(self) -> list[Point]:
-        """Return the settings of a grid or a random search.
+        """Return the settings of a grid or a random search, each of them once.
 
-        These settings are known before the sweep starts. Each setting is returned once, so a random
-        search in a small space may have fewer than `trials` settings.
-        Raise `RefusedError` for a grid with an interval, or with another number in sweep.trials
-        than it has settings.
+        A random search in a small space may have fewer than `trials` settings.
+        Raise `RefusedError` for a grid with an interval, or if sweep.trials differs from the grid's
+        number of settings.
         """
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
@@ -330,11 +329,8 @@ def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) ->
 class SweepRequest:
     """A sweep and its folder.
 
-    plan: the sweep.
-    folder: the folder of the sweep.
     conf: the user's own folders of options.
-    is_new: True if the folder must not exist yet. False if it may exist, so that the sweep is
-    continued in it.
+    is_new: True if the folder must not exist yet. False continues the sweep if the folder exists.
     is_dated: True if the user gave no `out=`, so that the folder's name has the time of the start.
     """
 
@@ -349,8 +345,8 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
     """Return the sweep and the folder that the overrides describe.
 
     conf: the user's own folders of options.
-    Raise `RefusedError` if the sweep is impossible. Also raise it if the folder exists, unless
-    resume=latest is given and can continue its sweep.
+    Raise `RefusedError` if the sweep is impossible, or if the folder exists and resume=latest does
+    not continue it.
     """
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)

@@ -131,11 +131,10 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return the measurements of a trial that ended before the sweep was continued.
+        """Return the pairs (round, value of the compared column) of a trial.
 
-        A measurement is a pair (round, value of the compared column). Rounds without a value are
-        left out. The list is empty for all other trials.
-        number: the trial's number.
+        Rounds without a value are left out. The list is empty unless the trial ended before the
+        sweep was continued.
         """
         if number not in self._ended_before:
             return []
@@ -267,11 +266,10 @@ class TrialRecords:
     ) -> None:
         """End the tracking: send the sweep's results and all rows of the trials to MLflow.
 
-        If MLflow's server does not answer, or if none is set, the rows stay in the folders and can
-        be sent later.
+        If MLflow's server does not answer, the rows stay in the folders and can be sent later.
         summary: the numbers of the sweep's summary, by name.
-        files: the result files of the sweep.
-        status: the sweep's status in MLflow: FINISHED, FAILED or KILLED.
+        files: the sweep's result files.
+        status: FINISHED, FAILED or KILLED.
         """
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
@@ -396,10 +394,10 @@ class StatusLine:
             self._live.stop()
 
     def show(self, text: str) -> None:
-        """Display a text about the sweep's state, in place of the text before.
+        """Display the state of the sweep, in place of the last text.
 
-        A log gets the text as a line, unless the last line is too new (`LOG_INTERVAL_S`).
-        text: the state, such as the number of trials that have ended.
+        A log gets a new line instead, at most every `LOG_INTERVAL_S` seconds.
+        text: the state, such as the number of ended trials.
         """
         if self._live:
             self._live.update(text)

@@ -146,8 +146,8 @@ def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Col
 def table(records: TrialRecords, width: int = 0) -> str:
     """Return a table of the best trials (`MAX_PRINTED_TRIALS` at most) as text.
 
-    If there are more trials, a last line gives their number and the file that has all.
-    width: the largest number of characters in a line; 0 means no limit.
+    If there are more, the last line names the file with all trials.
+    width: the longest line in characters; 0 means no limit.
     """
     text = format_table(_printed_columns(records, MAX_PRINTED_TRIALS), width)
     left_out = len(records.all) - MAX_PRINTED_TRIALS
@@ -160,9 +160,8 @@ def table(records: TrialRecords, width: int = 0) -> str:
 def _write_page(records: TrialRecords) -> Path | None:
     """Write report.html into the sweep's folder; return the path of this file.
 
-    The page has a table of all trials, and the diagrams of `draw_slices` and `draw_parallel`. It
-    also has the curves of the best finished trials (`MAX_CURVES` at most). If no trial has
-    finished, write nothing and return None.
+    The page has a table of all trials, diagrams of the scores, and the curves of the best finished
+    trials (`MAX_CURVES` at most). If no trial has finished, write nothing and return None.
     """
     groups: list[RunGroup] = []
     for record in records.ordered():
@@ -198,10 +197,9 @@ def _best_config(records: TrialRecords, best: TrialRecord) -> str:
 class KeyAxis:
     """An axis of a picture, for the values of one searched key.
 
-    key: the searched key.
     name: the label of the axis.
     values: the list or the interval in which the sweep searches.
-    used: the values of this key in all trials, which the axis must cover as well.
+    used: the values of the key in all trials; the axis covers them as well.
     """
 
     def __init__(self, key: str, name: str, values: ValueRange, used: Sequence[object]):
@@ -226,10 +224,9 @@ class KeyAxis:
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
-        """Convert a value of the searched key to the number that the picture shows on this axis.
+        """Return the position of a value of the searched key on this axis.
 
-        If all searched values are numbers, this is the value itself. Otherwise it is the value's
-        index in the list of searched values.
+        If all searched values are numbers, this is the value itself, else its index in the list.
         """
         return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
@@ -305,9 +302,9 @@ def _title(records: TrialRecords) -> str:
 
 
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
-    """Return a colour map, and the range of scores (lowest, highest) that it covers.
+    """Return a colour map, and the lowest and the highest score that it covers.
 
-    The range leaves out trials that the scheduler stopped, unless it stopped all trials.
+    Trials that the scheduler stopped are ignored, unless it stopped all trials.
     records: the trials with a score.
     dark: True for a picture on a dark page.
     """
@@ -396,10 +393,10 @@ def _draw_scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
     """Draw a diagram for each searched key: the score of each trial against the key's value.
 
-    Bars show the standard deviation over the seeds. The best trial is a star. Open circles are
+    Bars are standard deviations over the seeds, a star is the best trial, and open circles are
     trials that the scheduler stopped. Trials without a finite score are left out.
-    path: the file to write, or a buffer that gets the picture.
-    dark: True draws the pictures for a dark page.
+    path: the file or the buffer to write.
+    dark: True for a dark page.
     """
     axes = _axes(records)
     trials = _scored(records)

@@ -20,10 +20,10 @@ class TrialResult:
 
     number: the number of the trial, from 0.
     config: the searched keys with their values.
-    metrics: the last row of the history; {} if there is none.
+    metrics: the last row of `history`; {} if there is none.
     error: why the trial failed; None for any other trial.
-    path: the folder of the trial's run; with several seeds, of the first run.
-    history: all rows; with several seeds, their means.
+    path: the folder of the run with the first seed.
+    history: the rows of the run; with several seeds, their means.
     """
 
     number: int
@@ -43,12 +43,11 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The trials of a sweep, in the order of their numbers.
+    """The trials of a sweep, also failed ones, in the order of their numbers.
 
-    trials: all trials, also failed ones. `result[3]` is trial 3, and `for trial in result` loops
-    over the trials.
+    `result[3]` is trial 3, and `for trial in result` loops over the trials.
     metric: the column of the history by which the sweep compared trials.
-    mode: "max" if the largest value is the best, "min" if the smallest is.
+    mode: "max" if the largest value is the best, else "min".
     """
 
     trials: tuple[TrialResult, ...]
@@ -83,8 +82,8 @@ class SweepResult:
         """Return the trial whose last row has the best value of a column.
 
         metric: the column; None takes the column that the sweep compared.
-        mode: "max" or "min"; None takes the mode of the sweep.
-        Raise `ValueError` if no trial has a value, or for another mode.
+        mode: "max" or "min"; None takes the sweep's mode.
+        Raise `ValueError` if no trial has a finite value.
         """
         name = metric or self.metric
         direction = one_of("mode", mode or self.mode, get_args(RankingMode))
@@ -104,10 +103,9 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        Columns: "trial" is the number of the trial. The columns of the history have the values of
-        the trial's last round. "config/KEY" is the trial's value of the searched key KEY. "error"
-        says why the trial failed; None if it did not. "path" is the folder of the trial's first
-        run.
+        The columns are the trial's number ("trial"), the last row of the history, the value of each
+        searched KEY ("config/KEY"), why the trial failed or None ("error"), and the folder of the
+        first run ("path").
         """
         import pandas as pd
 

@@ -99,10 +99,10 @@ def sweep(
 
 # --- before the search --------------------------------------------------------------------------
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
-    """Build a few runs of a sweep, so that impossible values are found before the search.
+    """Build the runs of `SweepPlan.samples`, to find impossible values before the search.
 
-    The runs have the settings of `SweepPlan.samples`. Raise `RefusedError` if one of them is
-    impossible, if Optuna is needed and missing, or if checkpoint.folder is set.
+    Raise `RefusedError` if a run is impossible, if Optuna is needed and missing, or if
+    checkpoint.folder is set.
     """
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise RefusedError(
@@ -165,10 +165,9 @@ def _choose_metric(
 ) -> SweepPlan:
     """Return the plan with values for sweep.metric and sweep.mode.
 
-    If the user did not set sweep.metric, it is a validation score. If a run has no validation
-    samples, it is a test score, and a line is printed.
-    experiments: a few built runs of the sweep, which give the metrics and the samples.
-    console: where to print the line.
+    If the user did not set sweep.metric, take a validation score. If a run has no validation
+    samples, take a test score and print a line about it.
+    experiments: a few built runs of the sweep.
     """
     options = plan.options
     specs = [experiment.spec for experiment in experiments]
@@ -350,9 +349,8 @@ def _describe(values: ValueRange) -> str:
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     """Return the last line that a sweep prints.
 
-    The line has the time of the sweep, the command that trains the best setting again, and the
-    folder of the results. If no trial has a finite score, the line only names the file with the
-    trials and their errors.
+    It has the sweep's time, the command that trains the best setting again, and the results'
+    folder. If no trial has a finite score, it names only the file with the errors.
     numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
     """
     best = records.best()

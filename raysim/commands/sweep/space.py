@@ -78,11 +78,9 @@ class Interval:
         return [self.clip(self.low), self.clip(self.high)]
 
     def clip(self, value: object) -> int | float:
-        """Return the nearest number of the interval, rounded to four significant digits.
+        """Return the interval's number that is nearest to `value`, with four significant digits.
 
-        If the interval has only integers, the number is rounded to an integer instead. An end of
-        the interval is not rounded to a number outside of it.
-        value: a number that Tune or Optuna suggests.
+        In an interval of integers, return an integer. Rounding never leaves the interval.
         """
         number = min(max(float(str(value)), self.low), self.high)
         if self.whole:

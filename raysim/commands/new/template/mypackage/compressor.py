@@ -12,12 +12,11 @@ from raysim.vectors.layout import Layout
 
 
 class MyCompressor(Compressor):
-    """A compressor that sends the mean of each block of entries.
+    """A compressor that sends the mean of each block of neighbouring parameters.
 
-    block: the number of entries in a block.
+    block: the number of parameters in a block.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
-    feedback: the error feedback, "none", "ef21" or "ef14". With error feedback, a later message
-    corrects the errors of earlier messages. `help(raysim.Compressor)` explains the three values.
+    feedback: the error feedback, "none", "ef21" or "ef14"; see `help(raysim.Compressor)`.
     """
 
     name = "mypackage_means"
@@ -32,11 +31,11 @@ class MyCompressor(Compressor):
         return -(-layout.trained // self.block)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the means of the blocks as the words of a message, uint32 [words].
+        """Return the means of the blocks as words of 32 bits, uint32 [self.words(layout)].
 
         values: float32 [layout.trained]; the last block is filled up with zeros.
         key: a random number for this message; not used here.
-        kept: a tensor that the sender remembers from its last message; not used here.
+        kept: what the sender remembers of its last message; not used here.
         """
         padded = np.zeros(self.words(layout) * self.block, np.float32)
         padded[: len(values)] = values.numpy()

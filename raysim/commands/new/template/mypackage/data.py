@@ -13,12 +13,11 @@ from raysim.primitives.streams import stream
 
 @dataclass(frozen=True)
 class MyData(Source):
-    """Images of stripes; each of the three directions of the stripes is a class.
+    """Images of stripes in three directions; each direction is a class.
 
     samples: the number of images; a sixth of them becomes the central test set.
     pixels: the height and the width of an image.
-    noise: the standard deviation of the noise that is added to each pixel. A pixel has a value from
-    0 to 255.
+    noise: the standard deviation of the noise on each pixel. A pixel has a value from 0 to 255.
     seed: the seed of the noise.
     """
 

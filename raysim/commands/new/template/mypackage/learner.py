@@ -14,9 +14,9 @@ from raysim.primitives.checks import in_range
 class MyLearner(Learner):
     """A learner that predicts the class whose mean image is nearest.
 
-    The model is one mean image for each class. A job moves each mean image towards the average of
-    the client's images of this class. The server averages the mean images of all jobs.
-    share: how far a job moves a mean image, above 0 and at most 1 (to the client's average).
+    A job moves each mean image towards the average of the client's images of this class. The server
+    averages the mean images of all jobs.
+    share: the fraction of the way to the client's average, above 0 and at most 1.
     """
 
     name = "mypackage"
@@ -39,7 +39,7 @@ class MyLearner(Learner):
 
         parameters: a copy of the mean images that the client received.
         inputs, labels: the client's samples, [n, ...] and [n].
-        job: the client's job, with its settings and random generators; not used here.
+        job: the client's job; not used here.
         """
         means = parameters["means"]
         rows = inputs.reshape(len(inputs), -1)

@@ -23,10 +23,9 @@ class MyMethod(Method):
         self.lam = at_least("method.mypackage.lam", lam, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the penalty's derivative to the gradient of the shared parameters, in place.
+        """Add the derivative of the penalty to `grad`, in place.
 
-        job: the client's job; `job.params[at]` are the parameters to which `grad` belongs.
-        grad: the gradient of these parameters.
+        grad: the gradient of the shared parameters `job.params[at]`.
         at: the positions of these parameters in the vector.
         """
         grad.add_(job.params[at].sign(), alpha=self.lam)

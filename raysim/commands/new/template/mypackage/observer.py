@@ -10,11 +10,9 @@ from raysim.simulation.events import Round
 class MyObserver(Observer):
     """An observer that finds the round with the highest value of a column of the history.
 
-    It writes the number of this round and the value into the file best.txt.
-    column: the name of a column of the history, such as the accuracy on the central test set.
-
-    raysim calls an observer's functions at several moments of a run; `raysim.Observer` lists all of
-    these functions.
+    It writes the number of this round and the value into best.txt. `raysim.Observer` lists all
+    functions that an observer can have.
+    column: the name of the column.
     """
 
     def __init__(self, column: str = "accuracy_global"):
@@ -23,8 +21,7 @@ class MyObserver(Observer):
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Write the best round so far; raysim calls this after every round.
 
-        run: the run in progress: `run.rows` is the history up to this round, and `run.folder` the
-        folder of the run.
+        run: the run in progress. `run.rows` is the history so far, `run.folder` the run's folder.
         event: the round that has just ended; not used here.
         """
         measured = [row for row in run.rows if row.get(self.column) is not None]

@@ -28,8 +28,8 @@ class MyPartition(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Return the rows of all clients: client k gets indices[offsets[k] : offsets[k + 1]].
 
-        draws: the rows to split: `draws.labels` and `draws.domains` [n] have the label and the
-        domain of each row, and `draws.order()` returns all row numbers in a random order.
+        draws: the rows' labels and domains, each [n]. `draws.order()` returns all row numbers in a
+        random order.
         """
         order = draws.order()
         weights = np.arange(1, self.clients + 1)

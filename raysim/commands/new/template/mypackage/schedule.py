@@ -43,9 +43,9 @@ class MySchedule:
     def decide(self, view: View) -> Action:
         """Return what happens next in virtual time: dispatch, aggregate or wait.
 
-        view: the current state of the run: `view.running` has the jobs in flight, `view.arrived`
-        the jobs whose updates can be aggregated, and `view.version` the number of aggregations so
-        far. The answer must depend only on `view`.
+        view: the run's state: the jobs in flight (`running`), the jobs whose updates can be
+        aggregated (`arrived`) and the number of aggregations (`version`). The result must depend
+        only on `view`.
         """
         if view.running:
             return Wait()

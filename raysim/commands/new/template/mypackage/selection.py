@@ -15,7 +15,7 @@ class MySelection(Selection):
     """Choose the clients whose last update is the oldest, and draw more at random.
 
     share: the fraction of the dispatched clients that is chosen by age, from 0 to 1. Clients
-    without an update come first, then the oldest update.
+    without an update come first.
     """
 
     share: float = 0.5

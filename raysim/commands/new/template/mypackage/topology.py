@@ -13,12 +13,12 @@ from raysim.primitives.checks import at_least, between
 
 @dataclass(frozen=True)
 class MyTopology(Topology):
-    """Several servers, each for equally many clients.
+    """Several servers, each with one model and equally many clients.
 
-    servers: the number of servers, which is also the number of models.
+    servers: the number of servers.
     every: the number of aggregations between two exchanges.
-    kept: the weight of a server's own model in an exchange, from 0 to 1. The model of the next
-    server on the ring has the weight 1 - kept.
+    kept: the weight of a server's own model in an exchange, from 0 to 1. The next server's model
+    has the weight 1 - kept.
     """
 
     servers: int = 2
