@@ -288,8 +288,8 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
     """Return the methods and observers that a preset chooses, and all groups that it mentions.
 
-    The first result has the keys "method" and "observer". Each group whose options or values a
-    preset sets is mentioned.
+    The first result maps "method" or "observer" to the chosen options. A preset mentions a group if
+    it sets an option or a value of the group.
     """
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()

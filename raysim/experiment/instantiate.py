@@ -41,7 +41,7 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     target: the class with its module, such as "raysim.methods.fedprox.FedProx".
     path: the configuration key of the node, for errors.
     allow: the packages besides raysim from which classes may be imported.
-    Raise `RefusedError` for any other target.
+    Raise `RefusedError` if the target is no class or may not be imported.
     """
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):

@@ -1,7 +1,8 @@
 """Use Python objects as parts of a run, and describe them in the run's configuration.
 
-The configuration stores the class and the arguments of an object if a file can hold both. Any other
-object is only described; the user must give it again to continue or repeat the run.
+The configuration stores an object's class and arguments if the class can be imported and the
+arguments are plain values. Any other object is only described; the user must give the object again
+to continue or repeat the run.
 """
 
 from __future__ import annotations

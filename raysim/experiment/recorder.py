@@ -233,7 +233,7 @@ def run_observers(
 
     folder: the run's folder.
     quiet: True prints only warnings and the closing line.
-    is_trial: True for a run of a sweep, which sends nothing to MLflow and draws no picture.
+    is_trial: True for a run of a sweep. Such a run sends nothing to MLflow and draws no picture.
     """
 
     def print_line(text: str) -> None:
@@ -353,8 +353,8 @@ def _study_folder(folder: Path) -> Path | None:
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """Wrap the user's observers and round function so that an error says which one failed.
 
-    on_round: a function that gets the row of each round; None for no function. Its wrapper comes
-    first.
+    on_round: a function that gets the row of each round; None for no function. The wrapped function
+    is the first observer in the result.
     Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []

@@ -246,8 +246,8 @@ class VirtualGrid(SimpleGrid):
     ) -> Iterable[Message]:
         """Send messages, wait for the replies, and return the replies in order of virtual time.
 
-        timeout: the longest wait, in virtual seconds; None waits for all replies. Later replies are
-        dropped.
+        timeout: the longest wait, in virtual seconds; None waits for all replies. Replies after
+        this time are never returned.
         A thread that Flower started ignores `timeout`, and gets the replies in the order of the
         messages.
         """
@@ -342,8 +342,8 @@ class VirtualGrid(SimpleGrid):
         """Answer messages from the stored replies; return the messages that need a worker.
 
         Lost and answered messages are skipped.
-        Raises ReplayError if a message differs from the stored run's message. Messages to a client
-        are compared in order.
+        Raises ReplayError if the n-th message to a client differs from the n-th message to this
+        client in the stored run.
         """
         unanswered = []
         for one in pending:

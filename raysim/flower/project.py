@@ -31,7 +31,7 @@ class Project:
 
     client_app, server_app: "module:object", or "" if the file names none.
     config: the run config; dots join names of nested values.
-    clients: the number of simulated clients; None if unknown.
+    clients: the number of simulated clients; None if the file does not give it.
     """
 
     folder: Path

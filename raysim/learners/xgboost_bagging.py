@@ -46,7 +46,7 @@ class XGBoostBagging(Learner):
     rate: the factor on each leaf (XGBoost's eta).
     options: other parameters of XGBoost, such as subsample.
 
-    Raises ValueError for a value out of range.
+    Raises ValueError if a value is out of range or XGBoost is missing.
     """
 
     name = "xgboost"

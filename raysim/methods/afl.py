@@ -99,7 +99,7 @@ class AFL(Method):
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply the weight of each update by lambda_i, the learnt weight of client i.
+        """Multiply each update's weight by lambda_i, the learnt weight of the update's client i.
 
         All lambda_i are first divided by the largest one. If the largest one is 0, the weights of
         the updates do not change.

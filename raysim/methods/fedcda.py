@@ -65,7 +65,7 @@ def divergence(*, models: Tensor) -> Tensor:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) -> Tensor:
-    """Return FedCDA's objective J of M models: mean loss + smoothness / 2 * divergence.
+    """Return FedCDA's objective for M models: mean loss + smoothness / 2 * divergence.
 
     The divergence is the mean squared distance of the models to their mean.
     models: [M, D].
@@ -347,8 +347,8 @@ class FedCDA(Method):
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
         """Return the shape of a client's cached models: (number of models, floats of a model).
 
-        Raise an error if the cache needs more than `budget` GiB, or if the clients of one group
-        have too many combinations of cached models.
+        Raise an error if the cache needs more than `budget` GiB, or if a group of participants has
+        too many combinations of cached models.
         """
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))
@@ -401,7 +401,7 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Choose a client's new model, in place of the oldest model in the client's cache.
+        """Make a client's new model the chosen one; it replaces the client's oldest cached model.
 
         Return the vector of the cache into which the caller must write the new model.
         row: the client's row in the cache.
@@ -419,8 +419,8 @@ class FedCDA(Method):
         """Choose a model for each participant; return the step to the mean of all chosen models.
 
         The step is float64 and has all shared tensors.
-        participants: rows of the server's cache. All other clients keep the models that they chose
-        before.
+        participants: the participants' rows in the server's cache. All other clients keep the
+        models that they chose before.
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]

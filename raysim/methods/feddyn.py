@@ -45,6 +45,7 @@ def regularised_gradient(
     params: the current parameters.
     received: the parameters that the client received.
     correction: the client's state.
+    alpha: the weight of the regularisation.
     """
     return grad - correction + alpha * (params - received)
 

@@ -215,7 +215,7 @@ def _harmonize_in_tree(
         """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
         A vector is a weighted sum of the m updates, and is given by the m weights.
-        overlap: the inner product of the vectors before one of them was changed.
+        overlap: the inner product of a pair of vectors, before either vector was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction

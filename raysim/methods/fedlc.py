@@ -38,9 +38,9 @@ Denominator: TypeAlias = Literal["all", "others"]
 def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float = 0.0) -> Tensor:
     """Return the margin tau * n^(-1/4) of each class: float64 [C], infinite for a count of 0.
 
-    class_counts: [C], the client's samples n of each class.
+    class_counts: [C], the client's number n of samples of each class.
     tau: the scale of the margins.
-    count_floor: the smallest count; smaller ones are raised to it.
+    count_floor: smaller counts are raised to this number.
     """
     counts = class_counts.double().clamp(min=count_floor)
     return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)

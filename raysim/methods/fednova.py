@@ -76,8 +76,8 @@ class FedNova(Method):
     """A server rule that normalises each update by its number of effective steps.
 
     mu: the weight of the proximal term in the local loss. With FedProx, set it to
-    `method.fedprox.mu`; 0 means no proximal term. FedNova does not add the term, which only changes
-    the number of effective steps.
+    `method.fedprox.mu`; 0 means no proximal term. FedNova only computes how this term changes the
+    number of effective steps.
     """
 
     name = "fednova"

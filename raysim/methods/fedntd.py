@@ -72,7 +72,7 @@ class FedNTD(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of the received model's forward passes, as a number of trained samples.
 
-        The cost is a third of the samples on which the job trains; 0 with beta = 0.
+        The cost is a third of the number of samples on which the job trains; 0 with beta = 0.
         """
         return FORWARD * job.trained_samples if self.beta else 0.0
 

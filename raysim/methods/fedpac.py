@@ -192,8 +192,8 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
     """Return the weights a, float64 [m], that minimise a^T P a, with a_j >= 0 and sum 1.
 
-    P is diag(variances) + offsets offsets^T. A participant with a 0 in P's diagonal has the weight
-    1.
+    P is diag(variances) + offsets offsets^T. A participant with a 0 in P's diagonal gets all
+    weight.
     variances: [m].
     offsets: [m, k].
     preferred: the participant to choose if several have a 0.
@@ -300,7 +300,7 @@ class FedPAC(Method):
         """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
         The key is the one that the run sets. The value is the run's value, but at least head_epochs
-        + 1, to train both the head and the extractor.
+        + 1. So a job trains both the head and the extractor.
         """
         key, budget = _local_work(local)
         return {key: max(budget, self.head_epochs + 1)}
@@ -370,8 +370,8 @@ class FedPAC(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a job minus that of plain training, as a number of trained samples.
 
-        Two forward passes over the client's samples measure statistics. A sample costs a third in a
-        forward pass, and also in a step that trains the head.
+        Two forward passes over the client's samples measure statistics. A forward pass costs a
+        third of training. So does a step that trains the head.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

@@ -38,7 +38,7 @@ ScaleKind: TypeAlias = Literal["binary", "relative"]
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
     """Return the factor on the logit of each class: float64 [C].
 
-    class_counts: [C], the client's samples of each class, not all 0.
+    class_counts: [C], the client's number of samples of each class, not all 0.
     alpha: the factor of a class without samples.
     kind: the factor of a class with n samples: 1 ("binary") or alpha + (1 - alpha) n / max n
     ("relative").

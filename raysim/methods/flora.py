@@ -176,8 +176,8 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 def _advise_other_layers(run: Setup, left_out: Adapter) -> str:
     """Return the end of an error: advice to give no adapter to the layer of `left_out`.
 
-    The advice names an override with the other layers, such as "model.lora.layers=c_attn+c_proj".
-    The override is missing if no other name is left.
+    The advice has an override that names the other layers, such as
+    "model.lora.layers=c_attn+c_proj". Without other names, there is no override.
     """
     names = dict.fromkeys(adapter.layer.rpartition(".")[2] for adapter in find_adapters(run.model))
     del names[left_out.layer.rpartition(".")[2]]

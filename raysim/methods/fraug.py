@@ -310,7 +310,7 @@ class FRAug(Method):
         """Raise an error unless the run's settings fit FRAug.
 
         FRAug needs batches of 2 samples or more, a linear head, and the number of rounds if a ramp
-        depends on it. A model without BatchNorm only gives a warning.
+        depends on this number. A model without BatchNorm only gives a warning.
         """
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(

@@ -227,7 +227,7 @@ class InCo(Method):
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Mix mean updates of shallow tensors into those of deeper tensors; return the result.
 
-        `source_parameters` chooses the pairs of tensors; their order does not matter.
+        `source_parameters` chooses the pairs of tensors; the order of the pairs does not matter.
         direction: [layout.trained], the mean update, changed in place.
         """
         entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]
