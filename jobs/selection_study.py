@@ -62,9 +62,9 @@ def folder_of(folder: Path, rule: str, seed: int) -> Path:
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Execute the runs of the study that compares selection rules.
+    """Execute the unfinished runs of the study that compares selection rules.
 
-    A finished run in `folder` is not repeated. The runs of one seed come before those of the next.
+    The runs of one seed come before the runs of the next seed.
     folder: the folder that contains the folders of all runs.
     more: overrides for every run.
     """
@@ -138,8 +138,7 @@ def collect(folder: Path) -> None:
 def table(store: dict[str, Any]) -> str:
     """Return a Markdown table with a row for each selection rule: means over the seeds.
 
-    store: the results that `collect` wrote. They map the name of a rule to a dictionary, which maps
-    each seed to the results of the run.
+    store: the results of runs that `collect` wrote, by selection rule and seed.
     """
     names = {"seconds": "virtual s", "megabytes": "MB", "energy": "Wh"}
     goal = f"{TARGETS[1]:.2f}"
@@ -166,10 +165,9 @@ def table(store: dict[str, Any]) -> str:
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw the accuracy on the central test set against virtual time, traffic and energy.
 
-    Each selection rule has a line and a band. The line shows the mean accuracy over the seeds. The
-    band goes from the lowest to the highest accuracy among the seeds.
-    store: the results of the runs, by selection rule and seed, as selection.json has them.
-    path: the path of the picture.
+    For each selection rule, a line shows the mean accuracy over the seeds. A band goes from the
+    lowest to the highest accuracy.
+    store: the results of the runs, by selection rule and seed, as in selection.json.
     """
     titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
     with curves_figure(path, len(COSTS), height=5, lowest=0.6) as axes:

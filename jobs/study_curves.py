@@ -28,7 +28,7 @@ def curves_figure(
     path: the path of the picture.
     panels: the number of panels.
     height: the picture's height in inches.
-    lowest: the lower end of the vertical axis, a score; None fits the axis to the curves.
+    lowest: the lowest score on the vertical axis; None fits the axis to the curves.
     label: the label of the vertical axis.
     """
     import matplotlib

@@ -83,9 +83,9 @@ def folder_of(folder: Path, data: str, topology: str, seed: int) -> Path:
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Execute the runs of the study that compares topologies.
+    """Execute the unfinished runs of the study that compares topologies.
 
-    A finished run in `folder` is not repeated. The runs of one seed come before those of the next.
+    The runs of one seed come before the runs of the next seed.
     folder: the folder that contains the folders of all runs.
     more: overrides for every run.
     """

@@ -1,9 +1,8 @@
 """Compare the accuracy and time of Flower's own programs on raysim and on Flower's engine.
 
-`jobs.benchmarks.flower_engine` runs this comparison. The programs are unchanged examples and
-baselines of Flower's repository. An app runs with `raysim flower run` and with Flower's
-`run_simulation`. An older program calls Flower's `start_simulation`, which raysim replaces by
-`raysim.flower.start_simulation`.
+The programs are unchanged examples and baselines of Flower's repository. An app runs with `raysim
+flower run` and Flower's `run_simulation`. An older program calls Flower's `start_simulation`. For a
+run on raysim, this module replaces that function by `raysim.flower.start_simulation`.
 """
 
 from __future__ import annotations

@@ -128,11 +128,10 @@ class Finding:
 
     @property
     def is_trained(self) -> bool:
-        """Return True if our runs of the compared method are accurate enough to test the claim.
+        """Return True if our runs of the method `claim.other` are accurate enough for the claim.
 
-        The compared method is `claim.other`. Its mean accuracy in our runs must be at least
-        `TRAINED` times the accuracy printed in the paper. Return True, too, if one of these two
-        accuracies is unknown.
+        Their mean accuracy must be at least `TRAINED` times the accuracy in the paper. Return True,
+        too, if one of the two accuracies is unknown.
         """
         if self.accuracy is None or self.claim.printed is None:
             return True
@@ -174,12 +173,11 @@ class Finding:
 
 
 def seeds_needed(deviation: float, difference: float) -> str:
-    """Return, as text, the number of seeds for which a 95 % interval would not contain 0.
+    """Return, as text, how many seeds are needed until a 95 % interval does not contain 0.
 
-    The interval is that of the mean difference between the scores of two methods. Each seed gives
-    one difference.
-    deviation: the standard deviation of the differences.
-    difference: the mean of the differences.
+    The interval is that of the mean difference between two methods' scores.
+    deviation, difference: the standard deviation and the mean of the differences, one difference
+    per seed.
     """
     from scipy import stats
 

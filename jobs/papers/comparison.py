@@ -72,10 +72,9 @@ class Entry:
 
     @property
     def heading(self) -> str:
-        """Return the heading of the text table in which this entry is shown.
+        """Return the heading of this entry's text table, such as "cifar10, Acc (%)".
 
-        A text table is about one data set and one column of the paper's table. The heading names
-        this data set and this column, such as "cifar10, Acc (%)".
+        A text table is about one data set and one column of the paper's table.
         """
         return f"{self.dataset}, {self.cell.column}"
 
@@ -143,8 +142,8 @@ class Entry:
     def settings(self) -> set[str]:
         """Return the texts `Match.setting` of all runs for which `self.score` has a value.
 
-        Each text says how a run differs from the paper, such as "rounds=40 instead of 1000". It
-        does not mention hyperparameters of methods. It is "" for a run at the paper's setting.
+        Each text says how a run differs from the paper, such as "rounds=40 instead of 1000"; ""
+        means the paper's setting. Hyperparameters of methods are not mentioned.
         """
         return {match.setting for match in self.matches if self.only(match).values}
 
@@ -155,10 +154,9 @@ class Entry:
     def at(self, setting: str) -> list[Entry]:
         """Return an entry for each group of runs with equal hyperparameters of the methods.
 
-        The entries have only those runs whose `Match.setting` equals `setting`. If there are no
-        such runs, return one entry without runs.
-        setting: a text that says how the runs differ from the paper, such as "rounds=40 instead of
-        1000". It does not mention hyperparameters of methods. "" means the paper's setting.
+        Without such runs, return one entry without runs.
+        setting: use only runs whose `Match.setting` is this text, such as "rounds=40 instead of
+        1000". "" means the paper's setting.
         """
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:
@@ -347,8 +345,8 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
     """Return the configuration keys whose values decide to which table row a run belongs.
 
-    A run belongs to a row only if it has the row's values of these keys. A key is returned if a
-    command for the paper's tables sets it, and if it begins with one of `paper_runs.row_prefixes`.
+    These are the keys that a command for the paper's tables sets and that begin with one of
+    `paper_runs.row_prefixes`.
     paper: the name of the paper, such as "fedbr".
     """
     keys: set[str] = set()
@@ -393,9 +391,8 @@ def _different(
 ) -> dict[str, str]:
     """Map configuration keys to texts about the differences between a run and a command.
 
-    A key that the run lacks counts as a difference only if it is in `row_keys`.
     preset: the values of the command's preset, methods and options, by key.
-    row_keys: the keys whose values decide to which table row a run belongs.
+    row_keys: the keys that count as different even if the run lacks them.
     """
     # A key that only one of the two has follows from the choice of another option, which is a
     # difference itself. A run without a row key does not belong to the row.
@@ -436,9 +433,8 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines that say to which rows of a paper's table a run belongs, and how it differs.
 
-    labels: the labels of these rows, grouped by a text. This text, the key, says how the run
-    differs from the paper's setting for the rows. "" means that it does not differ. An empty
-    dictionary means that the run belongs to no row.
+    labels: maps a text to labels of rows. The text says how the run differs from the paper's
+    setting for these rows; "" means not at all. Without labels, the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -457,9 +453,8 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 def _missing(entries: Sequence[Entry]) -> list[str]:
     """Return a line for each command that would compute a missing score of a paper's table.
 
-    The line begins with the rows of this table and the data sets that lack the score. The command
-    follows.
-    entries: the numbers that the paper prints in this table, each with our runs.
+    A line names the rows and the data sets that lack the score; the command follows.
+    entries: the numbers of the paper's table, each with our runs.
     """
     cells_by_command: dict[str, dict[str, None]] = {}
     for entry in entries:
@@ -599,9 +594,9 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
     """Return the last columns of a text table: for each title a list with one text per entry.
 
-    Each additional score of our runs has a column. The last column has statistics of how the labels
-    are split among the clients.
-    cells: the entries that have a row in the text table. They decide the order of the texts.
+    There is a column for each additional score of our runs. The last column has statistics of how
+    the labels are split among the clients.
+    cells: the entries in the order of the text table's rows.
     """
     columns: dict[str, list[str]] = {}
     for entry in cells:

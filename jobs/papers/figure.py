@@ -31,9 +31,8 @@ def listing() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the small runs of a paper's figure, and draw the figure from their results.
 
-    Without the name of a figure, the function prints a list of all figures instead.
-    arguments: the name of the figure, overrides of its runs and options; None reads them from the
-    command line.
+    Without the name of a figure, print a list of all figures.
+    arguments: the name of the figure, overrides and options; None reads the command line.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

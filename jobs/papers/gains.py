@@ -63,17 +63,17 @@ class PairedSetting:
     def seeds(self, runs: RunsBySeed) -> list[int]:
         """Return the seeds that have both a run of a method and a run of FedAvg.
 
-        The seed whose run has the most uneven partition of the data comes first.
-        runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
+        The seed with the most uneven partition comes first.
+        runs: the runs of the method; FedAvg's runs are in `self.fedavg`.
         """
         shared = runs.keys() & self.fedavg.keys()
         return sorted(shared, key=lambda seed: (label_entropy(self.fedavg[seed]), seed))
 
     def pairs(self, runs: RunsBySeed, score: Score) -> list[tuple[float, float]]:
-        """Return pairs of scores in percent, one pair per seed: FedAvg's and a method's score.
+        """Return FedAvg's score and a method's score in percent, one pair for each seed.
 
-        Only seeds on which FedAvg and the method both have a run are used.
-        runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
+        Only seeds with runs of both are used.
+        runs: the runs of the method; FedAvg's runs are in `self.fedavg`.
         score: the rule that computes the score of a run.
         """
         pairs = []
@@ -84,9 +84,8 @@ class PairedSetting:
     def gain(self, runs: RunsBySeed, score: Score) -> Difference:
         """Return how much higher a method's score is than FedAvg's, in percentage points.
 
-        The gain is the mean difference over the seeds on which FedAvg and the method both have a
-        run.
-        runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
+        The gain is the mean difference over the seeds with runs of both.
+        runs: the runs of the method; FedAvg's runs are in `self.fedavg`.
         score: the rule that computes the score of a run.
         """
         before, after = zip(*self.pairs(runs, score), strict=True)
@@ -96,9 +95,7 @@ class PairedSetting:
 def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
     """Return the settings at which at least one method can be compared with FedAvg.
 
-    The comparison needs at least `MIN_PAIRS` seeds for which there are runs of the method and of
-    FedAvg.
-    runs: our runs of FedAvg and of other methods.
+    A comparison needs runs of the method and of FedAvg on at least `MIN_PAIRS` common seeds.
     paper: defines the scores that are compared.
     """
     runs_by_setting: dict[str, RunsByMethod] = {}
@@ -135,8 +132,7 @@ def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> Pair
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
     """Yield Markdown about the methods' gains over FedAvg, with one heading for each setting.
 
-    A gain is the mean difference of a method's and FedAvg's score over the seeds that both have.
-    runs: our runs of the paper's methods and of FedAvg.
+    A gain is the mean difference between a method's and FedAvg's scores over their common seeds.
     paper: defines the scores that are compared.
     """
     for setting in by_setting(runs, paper):

@@ -43,11 +43,10 @@ PLAN, CONFIG, SUMMARY, HISTORY = "plan.pickle", "config.yaml", "summary.json", "
 class GpuStudy:
     """The runs that test a claim of a paper, with the paper's model and number of rounds.
 
-    There is a run for each method and each seed.
+    There is a run for each method and seed.
     name: the name that selects the study on the command line.
     setting: the overrides of all runs.
     methods: the overrides that select each method.
-    seeds: the seeds with which each method runs.
     """
 
     name: str
@@ -120,9 +119,8 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
 
 # --- prepare --------------------------------------------------------------------------------------
 def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
-    """Prepare all runs of some studies, and copy their data sets.
+    """Prepare the runs of some studies that are not prepared yet, and copy their data sets.
 
-    Runs that were prepared in this folder before are left out.
     folder: the folder in which runs/NAME is made for each run, and data/ for the data sets.
     overrides: further overrides of all runs, such as "data.root=DIR".
     names: the names of the studies; empty means all studies.
@@ -191,9 +189,8 @@ def _continue_run(folder: Path, run_folder: Path, device: str, deadline: float) 
     """Start or continue one run; return False if it stops at the deadline before its end.
 
     folder: the folder that contains data/ with the data sets.
-    run_folder: the folder of the run, which contains the file that `prepare` has written.
-    deadline: a value of `time.monotonic`. The run stops at the end of the first round that ends
-    after this time.
+    run_folder: the folder in which `prepare` has stored the run.
+    deadline: a value of `time.monotonic`; the run stops after the first round that ends later.
     """
     plan = pickle.loads((run_folder / PLAN).read_bytes())
     spec = plan["spec"]
@@ -282,9 +279,9 @@ def _identity_here(spec: RunSpec) -> dict[str, object]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare the papers' runs for a machine with a GPU, or execute the prepared runs.
 
-    `prepare` stores the configuration and the data of each run in a folder. `run` trains these runs
-    until they are finished or the time is over.
-    arguments: `prepare` or `run`, the folder and options; None reads them from the command line.
+    `prepare` stores the configuration and data of each run. `run` trains the stored runs until they
+    are finished or the time is over.
+    arguments: `prepare` or `run`, the folder and options; None reads the command line.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -99,9 +99,8 @@ def _title(paper_tables: Mapping[str, Table]) -> str:
 def _explanations(paper: str) -> Any:
     """Read the explanations of a paper's page from `known.json`.
 
-    The result has two entries. "causes" maps "table1/ROW LABEL", or "table1" for a whole table, to
-    the reason for which our numbers differ from the paper's. "remarks" is a list of texts that are
-    printed below the claims.
+    "causes" maps "table1/ROW LABEL", or "table1" for a whole table, to the reason why our numbers
+    differ from the paper's. "remarks" is a list of texts for below the claims.
     """
     return json.loads((Path(__file__).parent / "known.json").read_text(encoding="utf-8"))[paper]
 
@@ -269,8 +268,8 @@ def _machine(run: Run) -> str:
 def _commands(entries: Sequence[Entry]) -> str:
     """Return Markdown that lists the numbers of a paper's table, each with a command.
 
-    If we have a result for a number, its command is the command of a run that has it. If not, it is
-    the command of a run at the paper's setting.
+    The command is that of a run with our result for the number, or else of a run at the paper's
+    setting.
     entries: the numbers that the paper prints in this table.
     """
     cells_by_command: dict[str, list[str]] = {}

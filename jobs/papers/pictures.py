@@ -35,7 +35,6 @@ def checksum(runs: Sequence[Run], paper: PaperRuns) -> str:
 def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
     """Draw the gains of a paper's methods over FedAvg, with a row of panels for each setting.
 
-    runs: our runs of the paper's methods and of FedAvg.
     paper: describes how the paper's runs are compared.
     path: the picture file to write. Its metadata contains the checksum of all numbers in the
     picture.
@@ -90,8 +89,8 @@ def _draw_intervals(ax: Axes, setting: PairedSetting, score: Score) -> None:
 def _draw_by_entropy(ax: Axes, setting: PairedSetting) -> None:
     """Draw one method's gain over FedAvg against the label entropy of the partition.
 
-    There is a point for each seed, because each seed has its own partition. The method that has the
-    most seeds in common with FedAvg is drawn.
+    Each seed is a point, because each seed has its own partition. The method with the most seeds in
+    common with FedAvg is drawn.
     """
     name, by_seed = setting.most_frequent
     entropies = [label_entropy(setting.fedavg[seed]) for seed in setting.seeds(by_seed)]

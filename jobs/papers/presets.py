@@ -1,7 +1,7 @@
 """Map each number in a paper's tables to a command of `raysim run` and to a score of this run.
 
-The number in the paper is compared with this score. To add a paper, add a `PaperRuns`. Its
-functions map a cell of a table to a `Command` and to a `Score`.
+The score is compared with the paper's number. For another paper, add a `PaperRuns`, whose functions
+map a cell of a table to a `Command` and to a `Score`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ class Command:
 
     experiment: the preset.
     methods: the names of the methods; empty for FedAvg.
-    overrides: maps the keys of overrides to their values.
-    path_overrides: overrides with a placeholder for a path, which the user must replace, such as
-    "data.root=DIR".
+    overrides: maps the keys of overrides to values.
+    path_overrides: overrides with a path that the user must fill in, such as "data.root=DIR".
     """
 
     experiment: str
@@ -177,9 +176,9 @@ FEDBR_ADDITIONAL_COLUMNS = {
 def fedbr_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FedBR's tables.
 
-    For most tables, the score is an accuracy in percent: the mean of the five best rounds. For
-    Table 14, it is the accuracy of the worst angle or client. For a table of costs, it is the cost
-    of one job: the floats that the client receives, in millions, or the seconds of training.
+    The score is an accuracy in percent, the mean of the five best rounds; in Table 14, of the worst
+    angle or client. In a table of costs, it is a job's received floats in millions, or a job's
+    seconds of training.
     """
     if cell.unit == "million parameters":
         # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the
@@ -243,8 +242,8 @@ def deviation_of_last_ten(rows: Sequence[Row], name: str) -> float | None:
 def fedbss_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for FedBSS's tables.
 
-    The score is the accuracy on the central test set in percent, as the mean over the last ten
-    scored rounds. The spread is the standard deviation over the same rounds.
+    The score is the central test accuracy in percent, the mean over the last ten scored rounds. The
+    spread is the standard deviation over these rounds.
     """
     return Score("accuracy_global", last_ten, 100, deviation_of_last_ten)
 
@@ -306,9 +305,8 @@ FRAUG_SCORE_EXPLANATION = (
 def fraug_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FRAug's tables.
 
-    The score is the clients' test accuracy in percent. The accuracy of each client is that of the
-    round with the client's best validation accuracy. A model with a fine-tuned head is scored once,
-    at the end.
+    The score is the clients' test accuracy in percent, each in the round of the client's best
+    validation accuracy. A model with a fine-tuned head is scored once, at the end.
     """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     letter = cell.column
@@ -337,10 +335,10 @@ def last(rows: Sequence[Row], name: str) -> float | None:
 
 
 def last_of_domain(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value in the column of a domain, or None if it has no values.
+    """Return the last value in the column of a domain, or None without values.
 
-    name: the beginning of the column's name, without regard to case and separators. If several
-    columns begin with it, the one with the shortest name is used.
+    name: the beginning of the column's name, without regard to case and separators. Of several such
+    columns, the one with the shortest name is used.
     """
     wanted = _simple(name)
     names = dict.fromkeys(key for row in rows for key in row if _simple(key).startswith(wanted))
@@ -391,9 +389,8 @@ FEDLD_SCORE_EXPLANATION = "The last accuracy on the central test set."
 def fedld_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for FedLD's tables.
 
-    The score is the last accuracy on the central test set, in percent. For FedBN and FedPAC, it is
-    the mean over the clients' models. For all further methods, it is the accuracy of the shared
-    model.
+    The score is the last accuracy on the central test set, in percent. It is that of the shared
+    model, but for FedBN and FedPAC the mean over the clients' models.
     """
     return Score(
         "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100
@@ -403,9 +400,9 @@ def fedld_score(table: Table, cell: Cell) -> Score:
 def last_central(rows: Sequence[Row], name: str) -> float | None:
     """Return a run's last accuracy on the central test set, or None without values.
 
-    This is the mean accuracy of the clients' models if the run has the column `accuracy_common`. If
-    not, it is the score of the shared model.
-    name: the name of the column with the score of the shared model.
+    This is the mean accuracy of the clients' models if the run has the column `accuracy_common`,
+    else the score of the shared model.
+    name: the column with the score of the shared model.
     """
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own

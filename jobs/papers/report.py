@@ -25,9 +25,8 @@ from raysim.results.stored_runs import load_runs
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of a paper with our results next to the paper's numbers.
 
-    With the name of a paper in place of a table, the function prints a list of the paper's tables.
-    arguments: the name of the table or paper, and folders of runs; None reads them from the command
-    line.
+    With the name of a paper in place of a table, print a list of its tables.
+    arguments: the name of the table or paper, and folders of runs; None reads the command line.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -23,8 +23,8 @@ class Setting:
 
     name: a short, unique name.
     title: a description.
-    overrides: the overrides of the setting, such as "partition=iid", in alphabetical order.
-    study: the command that runs the methods at this setting on all seeds; "" if there is none.
+    overrides: the overrides, such as "partition=iid", in alphabetical order.
+    study: the command that runs the methods at this setting on all seeds; "" for none.
     """
 
     name: str
@@ -43,11 +43,9 @@ class Setting:
 def _setting(name: str, title: str, overrides: str, study: str) -> Setting:
     """Return a `Setting`, with its overrides as a sorted tuple and its study as a command.
 
-    name: a short, unique name.
-    title: a description.
     overrides: the overrides of the setting, separated by spaces.
-    study: the study that runs the methods at this setting. It is the name of a study in
-    `jobs/studies.sh`, or a shell command with at least one space.
+    study: the name of a study in `jobs/studies.sh`, or a shell command with at least one space. It
+    runs the methods at this setting.
     """
     command = study if " " in study else f"bash jobs/studies.sh {study}"
     return Setting(name, title, tuple(sorted(overrides.split())), command)
@@ -227,11 +225,10 @@ SETTINGS = (
 
 
 def overrides_of(run: Run) -> tuple[list[str], list[str]]:
-    """Divide the overrides in a stored run's command into two lists.
+    """Return the overrides in a stored run's command as two lists: of methods, and of the setting.
 
-    The first list has the overrides that begin with "method". The second list has all further
-    overrides except the seed and those in `EXECUTION`. A `Setting` consists of the overrides in the
-    second list.
+    The first list has the overrides that begin with "method". The second has all further overrides
+    except the seed and those in `EXECUTION`.
     """
     overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
     methods = [text for text in overrides if text.startswith("method")]

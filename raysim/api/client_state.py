@@ -58,9 +58,8 @@ def num_bytes(state: ClientState[Any]) -> int:
 def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
     """Return all tensors of the state by their full names.
 
-    Tensors of neural networks have names such as "model.bn1.weight", and tensors of methods have
-    names such as "fedbss.losses". The tensors of neural networks are views of the two flat arrays
-    of the state.
+    Examples are "model.bn1.weight" of a network and "fedbss.losses" of a method. Tensors of
+    networks are views of the two flat arrays of the state.
     """
     floating, integer = layout.personal_entries
     personal: dict[str, np.ndarray] = {}
@@ -82,8 +81,8 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
 def reserved_names(layout: Layout) -> set[str]:
     """Return the names that a method cannot give to client state, because they are in use.
 
-    Some tensors of the neural networks stay on the client; their full names are in use, such as
-    "model.bn1.weight". The names of the two flat arrays of `ClientState` are also reserved.
+    These are "personal", "personal.counters" and the full names of network tensors that stay on the
+    client, such as "model.bn1.weight".
     """
     floating, integer = layout.personal_entries
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
@@ -92,10 +91,10 @@ def reserved_names(layout: Layout) -> set[str]:
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     """Return the client state from its named arrays: the inverse of `to_named_arrays`.
 
-    arrays: the tensors that stay on the client, by full name. They are the personal tensors of the
-    neural networks, such as "model.bn1.weight", and the methods' client state.
-    layout: the names, shapes and order of the personal tensors.
-    Raises ValueError if a personal tensor is missing in `arrays`.
+    arrays: the personal tensors of the networks, such as "model.bn1.weight", and the tensors of the
+    methods.
+    layout: has the names, shapes and order of the personal tensors.
+    Raise ValueError if a personal tensor is missing in `arrays`.
     """
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
@@ -115,9 +114,8 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
     """Return the arrays of the state by name, for checksums and for files.
 
-    `state.personal` has the name "personal", and `state.counters` has "personal.counters". Both
-    names are missing if no tensor of a neural network stays on the client. A tensor of a method has
-    the name "method.name".
+    `state.personal` has the name "personal", and `state.counters` has "personal.counters". Both are
+    left out if they are empty. A tensor of a method has the name "method.name".
     """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):
@@ -136,8 +134,8 @@ def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
 def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
     """Return one tensor of a neural network as a view of the flat array that contains it.
 
-    buffer: the flat array: `ClientState.personal` or `ClientState.counters`.
-    entry: the tensor's shape, and its position in the layout.
-    start: the position that the first element of `buffer` has in the layout.
+    buffer: `ClientState.personal` or `ClientState.counters`.
+    entry: the tensor's shape and its position in the layout.
+    start: the position in the layout of the first element of `buffer`.
     """
     return buffer[entry.start - start : entry.stop - start].reshape(entry.shape)

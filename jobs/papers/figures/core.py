@@ -41,9 +41,9 @@ class PaperFigure:
     """A figure of a paper.
 
     name: such as "fedbss/5a".
-    shows: a text about what the paper's figure shows.
-    scale: a text about how our runs differ from the paper's.
-    panels: function that makes the numbers of the panels from runs.
+    shows: what the paper's figure shows.
+    scale: how our runs differ from the paper's runs.
+    panels: function that makes the panels from runs.
     """
 
     name: str
@@ -67,9 +67,9 @@ class PaperFigure:
 
 @dataclass
 class Runs:
-    """A factory for the runs of a figure. It does not repeat a run that has finished.
+    """A factory for the runs of a figure. It does not repeat a finished run.
 
-    folder: the folder in which the runs are stored, and in which finished runs are found.
+    folder: the folder of the runs.
     overrides: overrides of every run. They replace the figure's overrides of the same keys.
     commands: the commands of the runs so far.
     """
@@ -128,7 +128,7 @@ def panel(kind: str, title: str, x: str, y: str, lines: Sequence[Mapping[str, An
 
     kind: "lines", "bars" or "points".
     x, y: the labels of the axes.
-    lines: the series. Each is a mapping with "label" (a text), and "x" and "y" (lists of numbers).
+    lines: the series, each with "label" (a text), "x" and "y" (lists of numbers).
     """
     return {"kind": kind, "title": title, "x": x, "y": y, "series": list(lines)}
 
@@ -231,11 +231,11 @@ def _draw_images(ax: Axes, images: np.ndarray) -> None:
 
 # --- numbers --------------------------------------------------------------------------------------
 def write_numbers(figure: PaperFigure, panels: Sequence[Panel], runs: Runs, folder: Path) -> Path:
-    """Write the numbers of a figure to a JSON file; return the path of this file.
+    """Write the numbers of a figure, and the commands of its runs, to a JSON file.
 
-    The file also has the commands of the figure's runs.
+    Return the path of this file.
     runs: the runs from which the figure was made.
-    folder: the folder of the JSON file; it is created if it does not exist.
+    folder: the folder of the JSON file; it is created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.file}.json"

@@ -1,8 +1,7 @@
 """Redraw figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
 
-The features and outputs come from probes (`raysim.results.probes`). A probe measures the clients'
-models before they are averaged. Each model gets equally many samples of each class of the central
-test set, or all samples of a class that has fewer.
+A probe (`raysim.results.probes`) measures features and outputs of the clients' models before
+aggregation. It uses equally many test samples of each class, or all samples of a rarer class.
 """
 
 from __future__ import annotations
@@ -107,10 +106,9 @@ def features(runs: Runs) -> Sequence[Panel]:
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return one panel, a bar chart about the client that has the fewest classes.
 
-    is_local: True shows the local model, which is the client's model after its training. The bars
-    are the model's mean output on test samples of classes that the client lacks; they are 0 if it
-    lacks none. False shows the
-    client's training samples. The bars are then the fraction of samples in each class.
+    is_local: True shows the mean output of the client's trained model on test samples of classes
+    that the client lacks (0 without such classes). False shows the fraction of the client's
+    training samples in each class.
     """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))

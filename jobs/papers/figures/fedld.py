@@ -27,8 +27,8 @@ SMALL = (
 def terms(runs: Runs) -> Sequence[Panel]:
     """Return a panel for each of the two terms of FedLD's loss decomposition.
 
-    A panel shows the absolute value of a term in the last round of FedAvg, as a mean over the
-    seeds. The x-axis is alpha, the parameter of the Dirichlet distribution that splits the data.
+    A panel shows a term's absolute value in FedAvg's last round, as a mean over seeds, against
+    alpha. Alpha is the parameter of the Dirichlet distribution that splits the data.
     """
     means: dict[str, list[float]] = {name: [] for name in TERMS}
     for alpha in ALPHAS:

@@ -22,9 +22,9 @@ SMALL = (
 def shares(runs: Runs) -> Sequence[Panel]:
     """Return one panel: each method's accuracy against the amount of training data.
 
-    The horizontal axis is `partition.fraction`: the fraction of its training samples that each
-    client uses. The accuracy is a mean over clients. For each client, it is the test accuracy in
-    the scored round with the client's best validation score.
+    The x-axis is `partition.fraction`, the used fraction of each client's training samples. The
+    accuracy is the clients' mean test accuracy, each in the scored round of the client's best
+    validation score.
     """
     lines = []
     for label, method in METHODS.items():

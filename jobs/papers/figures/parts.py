@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class LossHalf(Method):
     """A method that trains on the half of each client's samples with the lowest or highest losses.
 
-    The losses are those of the received model. The method reports the Euclidean distance between
-    the trained and the received parameters.
-    half: "low" trains on the samples with the lowest losses, "high" on those with the highest.
+    The received model computes the losses. The method reports the Euclidean distance between
+    trained and received parameters.
+    half: "low" or "high" losses.
     warmup_rounds: the number of first rounds in which clients train on all samples.
     """
 
@@ -77,10 +77,10 @@ class Moved(Method):
 class SplitPoints(FedBSS):
     """FedBSS that also reports which fraction of a client's samples it treats as unbiased.
 
-    This fraction is called the client's split point. The history has one column for each client.
-    warmup_rounds: the number of first rounds in which clients train on all samples and report
+    The history has a column with this fraction for each reporting client.
+    warmup_rounds: the number of first rounds, in which clients train on all samples and report
     nothing.
-    clients: the number of clients that report: the clients 0 to `clients` - 1.
+    clients: the clients 0 to `clients` - 1 report.
     """
 
     name = "split_points"
