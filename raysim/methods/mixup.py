@@ -51,7 +51,7 @@ def mixed_batch(
     """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
     labels: int64 [B], or probabilities [B, C], where C is `num_classes`.
-    lam: the weight of a sample, from 0 to 1. The sample's partner has the weight 1 - lam.
+    lam: the weight of a sample. The sample's partner has the weight 1 - lam.
     permutation: int64 [B], the position of each sample's partner.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))

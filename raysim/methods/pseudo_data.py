@@ -137,8 +137,7 @@ class PseudoData:
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
         """Store in the server state the means that all clients sent before round 0.
 
-        With refresh="once", store only a random part of the means, for the whole run. The setting
-        `rows` is the size of this part.
+        With refresh="once", store only `rows` of the means, drawn at random for the whole run.
         parts: {"pool": a list of the clients' means, in the order of the client numbers}.
         """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
@@ -325,9 +324,8 @@ def proxy_means(
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
     """Raise ValueError if a public set does not fit the data on which the run trains.
 
-    The set must have inputs of the run's shape. `proxy.mean` and `proxy.std` must have one value,
-    or one for each channel; None is allowed.
-    dataset: the public set, which `proxy` has built.
+    The inputs must have the same shape. `proxy.mean` and `proxy.std` must have one value, or one
+    for each channel; None is allowed.
     """
     shape, (channels, *size) = dataset.shape, run.task.shape
     advice = "Set method.fedbr.pseudo=rsm."

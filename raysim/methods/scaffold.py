@@ -68,9 +68,9 @@ def updated_control_variate(
     """Return the client's next control variate by Option II of SCAFFOLD: [d].
 
     It is client_control - server_control + (global_params - local_params) / (K lr). K is
-    `effective_steps(num_steps, momentum)`. All vectors are [d].
+    `effective_steps(num_steps, momentum)`.
 
-    global_params, local_params: the received and the trained parameters.
+    global_params, local_params: [d], the received and the trained parameters.
     lr: the mean learning rate of the steps.
     Raises ValueError if num_steps or lr is 0, or if momentum is outside [0, 1).
     """

@@ -58,8 +58,7 @@ def supervised_contrastive_loss(
     """Return the supervised contrastive loss, times temperature / base_temperature.
 
     features: [n, D]; this function divides each row by its norm.
-    labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
-    temperature: the divisor of the scalar products of features.
+    labels: int64 [n]. A row without another row of its label adds 0 to the mean.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -117,8 +116,7 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
     """Pad images with zeros, crop them to their old size, and flip some; return [B, c, h, w].
 
-    down, right: int64 [B], the top left corner of each crop in the padded image, from 0 to 2 *
-    padding pixels.
+    down, right: int64 [B], the top left pixel of each crop in the padded image.
     flip: int64 [B], 1 mirrors the image from left to right.
     padding: the number of zero pixels at each edge.
     """
@@ -238,8 +236,8 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
-        Each batch is assumed to have as many virtual as real samples. If another method changes the
-        inputs of a batch, the cost doubles: VHL then also trains on the unchanged real samples.
+        This is the number of the job's real trained samples. It doubles if another method changes
+        the inputs, because VHL then also trains on the unchanged real samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
@@ -286,8 +284,8 @@ class Vhl(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add two terms to the loss: a cross-entropy of virtual images, and an alignment loss.
 
-        The setting alpha is the weight of the first term; gamma and kappa are weights in the second
-        term. After a job's first `align_epochs` epochs, there is no second term.
+        The first term has the weight alpha. The second term has the weights gamma and kappa, and
+        ends after a job's first `align_epochs` epochs.
         """
         if not self._needs_virtual(job):
             return loss

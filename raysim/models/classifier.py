@@ -22,7 +22,6 @@ class Classifier(nn.Module):
 
     `extractor` maps x to features; the head, a `Linear(F, C)`, maps features to logits.
     is_split: False for a model without separate features and head.
-    feature_dim, num_classes: the numbers F and C.
     """
 
     is_split: ClassVar[bool] = True
@@ -70,7 +69,7 @@ class ModelRecipe:
         """Return a new neural network, initialised from torch's generator, which the caller seeds.
 
         num_classes: the number of outputs: classes, or numbers of a regression.
-        tokens: the vocabulary of token inputs; None if inputs are not token numbers.
+        tokens: the vocabulary; None if inputs are not token numbers.
         """
         return Classifier(*self.extractor(input_shape), num_classes)
 

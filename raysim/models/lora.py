@@ -64,9 +64,9 @@ class Lora:
 class Adapter:
     """The adapter of one layer.
 
-    layer, a, b: the names of the layer and of the parameters A and B in the model.
+    layer, a, b: the names of the layer and of its parameters A and B.
     scaling: the factor of the product of A and B.
-    is_embedding: True if the layer is an embedding: A starts at 0, B at random values.
+    is_embedding: True for an embedding: A starts at 0, B at random values.
     """
 
     layer: str
@@ -103,9 +103,9 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Add adapters to the layers in front of a model's head; return the model.
 
-    Only the adapters and the head, if it is separate, are trained. All other parameters are frozen
-    and do not travel between server and clients.
-    Raise ValueError if peft is missing, or if a layer cannot have an adapter of this rank.
+    Only the adapters and a separate head are trained. All other parameters are frozen and do not
+    travel between server and clients.
+    Raise ValueError if peft is missing, or a layer cannot have an adapter of this rank.
     """
     if lora.rank == 0:
         return model

@@ -22,7 +22,7 @@ def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
     """Return the value of each row's last token that is not padding, [B, D].
 
     A row of only padding gets the value of its first token.
-    values: [B, T, D], the values of the tokens.
+    values: [B, T, D].
     tokens: [B, T], the token numbers.
     padding: the number of the padding token.
     """

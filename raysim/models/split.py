@@ -229,8 +229,7 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
     """Return True if a network returns the outputs of its layer `name` unchanged.
 
     In training mode and in evaluation mode, the layer must run once, and the network must return
-    the layer's tensor object. Equal numbers are not enough: dropout changes no numbers in
-    evaluation mode.
+    the layer's tensor object. Equal numbers are not enough, because of dropout.
     """
     layer_outputs: list[object] = []
 
@@ -304,7 +303,7 @@ class ExternalModel(ModelRecipe):
 
         A subclass must override this function.
         num_classes: the number of outputs: classes, or numbers of a regression.
-        tokens: the vocabulary of token inputs; None if inputs are not token numbers.
+        tokens: the vocabulary; None if inputs are not token numbers.
         """
         raise NotImplementedError
 

@@ -64,8 +64,7 @@ class HalfWeight(nn.Module):
 class FourBitWeight(nn.Module):
     """A frozen weight with 4 bits for each entry, and a float32 scale for each 64 entries.
 
-    Both parameters have integer types, so that no conversion of the network to another type changes
-    them.
+    The types of the two parameters stay if the network is converted to another type.
 
     - `codes`, uint8 [blocks, 32]: each byte has the codes of two entries.
     - `scales`, int32 [blocks]: the bits of the scales.
@@ -162,8 +161,8 @@ class StoredLayer(nn.Module):
 def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Store the frozen weights of a model in the type `lora.base`; change the model in place.
 
-    With "float32" nothing changes. Raise ValueError if the weight of a layer with an adapter is not
-    a parameter, or if the model has no weight to store.
+    With "float32" nothing changes. Otherwise, raise ValueError if the model has no weight to store,
+    or if the weight of a layer with an adapter is not a parameter.
     dtype: the type of the computation.
     """
     if lora.base == "float32":
@@ -204,8 +203,8 @@ def _frozen_layers(model: nn.Module) -> Iterator[Any]:
     """Yield the linear, convolution and embedding layers whose weight is frozen.
 
     Leave out instances of subclasses, which may use the weight differently, and embeddings with
-    `max_norm`, which change their weight. Also leave out a layer if a module of another type has
-    the same weight.
+    `max_norm`, which change the weight. Also leave out a layer that shares the weight with a module
+    of another type.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

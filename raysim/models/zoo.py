@@ -39,8 +39,8 @@ class Torchvision(ExternalModel):
     """A recipe for a classifier of torchvision.models.
 
     name: torchvision's name of the classifier, such as "resnet18".
-    pretrained: True loads or downloads the model's default weights. If the data has another number
-    of classes than these weights, the head gets random weights.
+    pretrained: True loads or downloads the default weights. If these are for another number of
+    classes, the head gets random weights.
     options: arguments of the function that makes the model.
     """
 
@@ -236,7 +236,7 @@ class _NextTokenLogits(_Logits):
     """A causal network of `transformers` that returns logits [B, C, T] for tokens [B, T].
 
     C is the number of tokens in the data's vocabulary; logits of further tokens are left out.
-    Padding needs no mask: it is at the end of a sequence, and no position sees later positions.
+    Padding at the end needs no mask, because no position sees later positions.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str], num_classes: int):
@@ -262,8 +262,8 @@ def _load_fitting_values(
     """Load the pretrained values for which the network has a tensor of equal name and shape.
 
     values: the pretrained values, by the names of the tensors.
-    num_classes: the number of outputs of the network's head.
-    Raise ValueError if two tensors of the same name have different shapes, except in the head.
+    Raise ValueError if two tensors of the same name have different shapes, except in the head with
+    `num_classes` outputs.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []
@@ -344,8 +344,7 @@ def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | Non
     """Return the names of the network's weights that stay random, except those of the head.
 
     missing: the names of the weights that no pretrained file has.
-    head_size: the number of outputs of the head. Weights with this number of rows belong to the
-    head. None leaves out no weights.
+    head_size: the number of rows of the head's weights; None leaves out no weights.
     """
     state = net.state_dict()
     return [

@@ -1,7 +1,7 @@
 """Check a user's value; return it, or raise `ValueError` with the allowed values.
 
-Numbers must be finite. The argument `name` of each check is the key of the configuration, such as
-"local.lr". The argument `why` is the end of the error, such as "it keeps the divisor away from 0".
+Numbers must be finite. The argument `name` is the key of the configuration, such as "local.lr", and
+`why` is the end of the error, such as "it keeps the divisor away from 0".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def in_range(
     name: the key of the setting, for the error.
     least, most: inclusive limits.
     above, below: exclusive limits.
-    why: the reason for the limits, for the end of the error; "" gives no reason.
+    why: the reason, for the end of the error; "" gives no reason.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     allowed = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]

@@ -18,7 +18,7 @@ def notice_interrupts() -> None:
 
     After Ctrl-C in code that cannot raise errors, such as the callback of a weak reference, the
     error is raised a moment later. A process that ignores Ctrl-C continues to ignore it.
-    Call this function before `keep_interrupts` is used.
+    Call this before `keep_interrupts` is used.
     """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -47,7 +47,7 @@ class MemoryState(NamedTuple):
 
     kills: the number of processes that the kernel has ended since the machine's start because
     memory ran out; 0 if unknown.
-    total_bytes: the memory of the machine, or of its container if that is less; inf if unknown.
+    total_bytes: the memory of the machine, or of a smaller container; inf if unknown.
     """
 
     kills: int

@@ -88,8 +88,8 @@ class LocalStore:
 class RemoteStore:
     """A folder at a URL, whose files are read and written as local copies.
 
-    To read a file, a copy is downloaded to a temporary folder. To write a file, a copy is written
-    there and uploaded. Files have names such as "file" or "folder/file".
+    A copy is downloaded before a file is read, and uploaded after a file was written. Files have
+    names such as "file" or "folder/file".
     """
 
     def __init__(self, url: str):

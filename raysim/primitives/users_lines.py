@@ -13,8 +13,8 @@ _PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 def users_line(error: BaseException, folder: Path | None = None) -> str:
     """Return text that names the line of the user's code in which an error was raised.
 
-    The text is " (file, line N: code)", or "" if no line of the traceback belongs to the user.
-    folder: lines in this folder of the user's code are preferred; None if the folder is unknown.
+    The text is " (file, line N: code)", or "" without a line of the user's code.
+    folder: lines in this folder of the user are preferred; None if the folder is unknown.
     """
     frames = [
         frame

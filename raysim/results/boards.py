@@ -19,11 +19,10 @@ MODES = ("online", "offline", "disabled")
 class TensorBoard(Observer):
     """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: the folder for several runs. Each run writes to a subfolder with the name of the run's
-    folder. None writes to `tensorboard` in the run's folder.
+    folder: the folder for several runs; each run writes to a subfolder with the run's name. None
+    writes to `tensorboard` in the run's folder.
 
-    A resumed run continues in the same folder; new numbers of a repeated round replace the old
-    numbers.
+    A resumed run continues in the same folder, and replaces the numbers of repeated rounds.
     """
 
     def __init__(self, folder: str | None = None):

@@ -34,8 +34,8 @@ USER = "user"  # the column of the users' names
 class ClientLabels:
     """The number of training samples of each client and class.
 
-    client, label, samples: for each pair of client and class with samples, the number of the
-    client, the number of the class, and how many samples there are.
+    client, label, samples: client number, class number and number of samples, for each pair of
+    client and class that has samples.
     clients: the number of all clients, including those without samples.
     classes: the names of the classes.
     """
@@ -106,8 +106,8 @@ def write_clients(
     """Write clients.parquet; a score is null if the client was not scored.
 
     scores: the last scores of the clients; None if there are none.
-    network: the topology of the run, None for a single model. With several replicas, the file has
-    each client's replica, unless clients may move to another replica.
+    network: the topology; None for a single model. With several replicas, the file has each
+    client's replica, unless clients may move between replicas.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients
@@ -145,10 +145,10 @@ def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def read_users(folder: Path) -> list[str] | None:
-    """Return the name of each client's user, in the order of the clients.
+    """Return the name of each client's user; None if the run stored no users.
 
-    A user is the person whose data the client has, such as a writer in LEAF's data. Return None if
-    the run stored no users. Raise `ValueError` if the file is broken.
+    A user is the person whose data the client has, such as a writer in LEAF's data. Raise
+    `ValueError` if the file is broken.
     """
     table = _read_table(folder / CLIENTS_FILE, ("client",))
     if table is None or USER not in table.column_names:

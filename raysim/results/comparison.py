@@ -41,8 +41,8 @@ class Report:
     """Several runs, grouped by their settings, with tables and figures that compare them.
 
     groups: one group of runs for each setting, in the order of the tables' rows.
-    view: the columns, thresholds and bold values of the tables. With `view.percent`, scores between
-    0 and 1 are shown in percent.
+    view: the columns, thresholds and bold values of the tables. `view.percent` shows scores between
+    0 and 1 in percent.
     width: the width of the figures in inches.
     """
 
@@ -106,8 +106,8 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        The axes are rounds, traffic, virtual time, energy, money and CO2. An axis other than rounds
-        is left out if it is 0 everywhere, or if a round costs the same in all settings.
+        The axes are rounds, and also traffic, virtual time, energy, money and CO2, unless the
+        quantity is 0 everywhere or a round costs the same in all settings.
         """
         from raysim.results.page import setting_curves
 

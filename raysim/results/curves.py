@@ -63,8 +63,7 @@ class Curve:
     """One line of a plot.
 
     label: the name of the curve in the legend.
-    points: pairs (row, y) for the rounds in which y was measured; `row`, from the history, contains
-    x.
+    points: pairs (row, y) for the rounds in which y was measured; the history's `row` contains x.
     colour, dash: positions in the lists of colours and dashes.
     deviations: the deviation over seeds at each point; empty with too few seeds.
     """
@@ -314,8 +313,8 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis would tell more than the plot against rounds.
 
-    A plot tells nothing more if all curves have almost the same value in the same round. Return
-    False for wall time, which depends on the machine, and True for rounds.
+    This is not so if all curves have almost the same value in the same round. Return False for wall
+    time, which depends on the machine, and True for rounds.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -366,8 +365,8 @@ def _draw_png(
 ) -> bytes:
     """Return a PNG with one panel for each horizontal axis; every panel shows all curves.
 
-    axes_shown: the quantities on the horizontal axes. () takes rounds, traffic, virtual time and
-    wall time, and also each of energy, money and CO2 that is above 0 at some point.
+    axes_shown: the axes. () takes rounds, traffic, virtual time and wall time, and also each of
+    energy, money and CO2 that is above 0 at some point.
     """
     import matplotlib
     from matplotlib.figure import Figure

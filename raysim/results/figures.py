@@ -51,7 +51,7 @@ def figure_file(
 ) -> Iterator[Figure]:
     """Yield a figure with the colours and fonts of the report; write it as a PNG after `with`.
 
-    path: the file, or a buffer in memory that gets the PNG.
+    path: the file, or a buffer in memory.
     size: width and height in inches of 130 pixels.
     dark: True draws for a dark page.
     about: metadata of the file.

@@ -270,8 +270,8 @@ def mean_worker_busy(rows: Sequence[Row]) -> float | None:
 def score(summary: Mapping[str, object], metric: str) -> float | None:
     """Return a number of a finished run's summary, or None if it has no such number.
 
-    metric: a key of the summary; or "final" for the last score of the main metric, on the clients'
-    test sets or, without such scores, on the central test set.
+    metric: a key of the summary; or "final" for the last score of the main metric. This score is on
+    the clients' test sets, or else on the central test set.
     """
     if metric == "final":
         usual = summary.get("metric", "accuracy")

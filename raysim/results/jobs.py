@@ -142,8 +142,7 @@ class JobWriter:
     def open(cls, folder: Path, rounds: int) -> JobWriter | None:
         """Return a writer for a new run, or for a run that continues after `rounds` rounds.
 
-        The stored jobs of later rounds are removed. Returns None if a continued run has no file of
-        jobs.
+        Remove the stored jobs of later rounds. Return None if a continued run has no file of jobs.
         rounds: the number of rounds up to the run's checkpoint; 0 for a new run.
         """
         paths = _job_files(folder)

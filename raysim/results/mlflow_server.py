@@ -87,8 +87,8 @@ def expand_uri(uri: str) -> str:
 class TrackingServer(Protocol):
     """The interface of a tracking server, as `Tracker` uses it to send one run.
 
-    A record is the content of tracking.json in a run's folder: the run's id on the server, name,
-    experiment and configuration, and at the end the summary.
+    A record is the content of the run's tracking.json: the id on the server, name, experiment,
+    configuration and, at the end, the summary.
 
     Every method may raise any error; `Tracker` then tries again later.
     """
@@ -177,8 +177,8 @@ class Mlflow:
     def _find_id(self, record: Record) -> str:
         """Search MLflow for its copy of a run of raysim; return MLflow's id of this copy.
 
-        Return "" if MLflow has no run with the record's `id` as a tag. Also return "", without a
-        search, if the record does not say that `raysim ui` sends the run.
+        The copy has the record's `id` as a tag. Return "" without a copy. Also return "" if the
+        record does not say that `raysim ui` sends the run.
         record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
@@ -420,7 +420,6 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
     example: two inputs, [2, ...], with which PyTorch traces the model.
     folder: the folder of the run.
-    Raises PyTorch's error if the model cannot be traced.
     """
     set_mlflow_environment()
     import mlflow.pyfunc

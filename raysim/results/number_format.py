@@ -1,6 +1,6 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-A standard deviation gets the unit and the decimals of its mean. Its formatting function gets this
+A standard deviation gets the unit and the decimals of its mean. For this purpose, functions get the
 mean as the argument `like`, which is None for other numbers. A missing number becomes a dash.
 """
 
@@ -43,7 +43,7 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
 
     Numbers below 10 get four decimals.
     like: the mean, if `value` is a standard deviation, which then gets as many decimals as the
-    mean. None if it is not.
+    mean; else None.
     """
     if value is None:
         return MISSING
@@ -104,8 +104,7 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
     value: None, for a missing number, becomes "–".
-    like: the mean, if `value` is a standard deviation, which then gets one decimal. None if it is
-    not.
+    like: the mean, if `value` is a standard deviation, which then gets one decimal; else None.
     """
     if value is None:
         return MISSING
@@ -161,7 +160,7 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
     like: the mean, if `value` is a standard deviation, which then gets as many decimals as the
-    mean. With None, the text has at most three significant digits, or no decimals.
+    mean. None gives at most three significant digits, or no decimals.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:

@@ -170,8 +170,7 @@ class ProgressLine(Observer):
 
     console: the terminal, or the log, which gets a line every few seconds.
     quiet: True shows neither the bar nor lines.
-    data: the clients' data. If it names the user (person) of each client, the bar and the lines
-    show this name.
+    data: the clients' data; names of the clients' users (persons), if known, are shown.
     """
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
@@ -360,7 +359,7 @@ class AbsentClients(Observer):
 class IdleWorkers(Observer):
     """An observer that prints, at the end, the share of time in which workers were busy.
 
-    Use it only for runs in which workers may have to wait for the planner.
+    Use it only if workers may have to wait for the planner.
     reason: why the run plans only one aggregation at a time, without a full stop.
     """
 
@@ -538,8 +537,7 @@ class ClientFiles(Observer):
 class FailureFile(Observer):
     """An observer that writes failures.jsonl: a line for each client that failed in a round.
 
-    data: the clients' data. If it names the user (person) of each client, each line of
-    failures.jsonl has this name.
+    data: the clients' data; names of the clients' users (persons), if known, are written.
     """
 
     def __init__(self, note: PrintLine, data: FederatedData):

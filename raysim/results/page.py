@@ -93,7 +93,7 @@ class ReportSection:
     """A section that a study or a sweep adds to the report: text, a table and a picture.
 
     text: a paragraph below the heading `title`.
-    columns: the columns of the table.
+    columns: the table.
     picture: PNGs for a light and a dark page; None without a picture.
     notes: sentences at the end of the section.
     """
@@ -467,8 +467,8 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
     The table names up to `LOWEST_USERS` clients of each group's first run, and their users
-    (persons). Return [] if no first run stores both users and scores.
-    factor: 100 shows scores in percent, and 1 shows them unchanged.
+    (persons). Return [] if no first run has users and scores.
+    factor: 100 shows scores in percent, 1 shows them unchanged.
     """
     labels: list[str] = []
     clients: list[str] = []
@@ -617,8 +617,8 @@ def _format_sizes(sizes: Ints) -> str:
 def _draw_class_map(split: ClientLabels) -> str:
     """Return an SVG of the fractions of each client's training samples in the classes.
 
-    Each class is a row, and each of at most `MAX_MAP_CLIENTS` clients is a column. The colour's
-    depth is the square root of the fraction, so that small fractions are visible.
+    Each class is a row, and each of at most `MAX_MAP_CLIENTS` clients is a column. Colours show the
+    square root of the fraction, so that small fractions are visible.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))

@@ -160,7 +160,7 @@ def _threshold_columns(
 
     There is a column for each of the `limit` highest thresholds that any run reached.
     better: -1 marks the smallest number of rounds as the best; 0 marks none.
-    percent: True writes the titles' thresholds in percent.
+    percent: True shows the thresholds in percent.
     """
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()
@@ -345,9 +345,9 @@ def _data_settings(run: Run) -> dict[str, str]:
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
     """Return a dict whose keys describe the main scores of the runs.
 
-    A key names the metric and the test samples, such as "accuracy on the central test set". The
-    value is True if a run with this key has both scores on the clients' test sets and on the
-    central test set.
+    A key names the metric and the test samples: "accuracy on the central test set". The value is
+    True if a run with this key has scores both of the clients' test sets and of the central test
+    set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -569,8 +569,7 @@ def result_columns(
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     """Return a column with a row for each group, from a column with a row for each run.
 
-    A row shows the mean of the group's runs and, except in the column "rounds", the deviation of
-    several runs.
+    A row shows the mean of the group's runs and, except in the column "rounds", the deviation.
     groups: the groups, whose runs are the rows of `column` in this order.
     """
     numbers = iter(column.scores)

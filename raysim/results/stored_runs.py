@@ -29,7 +29,7 @@ class Run:
     name: the name of the folder.
     config: the configuration, by key.
     rows: the history, a row per round.
-    summary: the content of summary.json; for an unfinished run it is computed from the history.
+    summary: the content of summary.json; computed from the history for an unfinished run.
     folder: the folder on this machine.
     url: where the folder was fetched from; "" if it was not.
     """
@@ -52,8 +52,8 @@ class Run:
 def is_result_file(name: str) -> bool:
     """Return True for a file that belongs to a run's results.
 
-    Files of checkpoints, locks and unfinished files are no results. A lock or an unfinished file
-    has a name, or a folder, that starts with a dot.
+    Files of checkpoints are no results. Locks and unfinished files, with a dot at the start of the
+    file's or a folder's name, are no results either.
     name: the file's path inside a folder of runs.
     """
     *folders, _ = parts = PurePosixPath(name).parts
@@ -180,8 +180,8 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    A configuration of an older version stores no options; the result is then guessed from the
-    group's settings. Without such settings, return "fedavg" for the group "method", else `MISSING`.
+    If the configuration, of an older version, has no options, guess from the group's settings.
+    Without such settings, return "fedavg" for the group "method", else `MISSING`.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
@@ -285,9 +285,9 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a label for each run, in the order of the runs.
 
-    The label is the name of the run's folder. If several folders have this name, the label consists
-    of the differing settings ("fedprox, alpha=0.1"). Labels that are still equal get the URL or
-    path in brackets. The label of an unfinished run ends with " (unfinished)".
+    The label is the name of the run's folder. Runs with equal folder names get the differing
+    settings ("fedprox, alpha=0.1") as label. Labels that are still equal get the URL or path in
+    brackets. The label of an unfinished run ends with " (unfinished)".
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -318,7 +318,6 @@ def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequenc
 
     Values follow if any two runs with equal methods have equal values. The key "method" stays.
     Without this key, all settings stay.
-    settings: from each key to the values of all runs.
     """
     methods = settings.get("method")
     if methods is None:

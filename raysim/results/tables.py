@@ -33,7 +33,7 @@ class FormatNumber(Protocol):
 
     value: the number; None if it is missing.
     like: the mean, if `value` is a standard deviation, which then gets the mean's unit and
-    decimals. None if it is not.
+    decimals; else None.
     """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
@@ -89,9 +89,8 @@ class Column:
     def best(self) -> set[int]:
         """Return the positions of the rows that are marked as the best of their group of rows.
 
-        No row of a group is marked if all scores are equal, or if only one row has a score. With
-        `bold="clear"`, a best score is also not marked if the second-best one is too close, or a
-        deviation is unknown.
+        A group with equal scores, or with only one score, has no mark. With `bold="clear"`, a best
+        score is also not marked if the second-best one is too close, or a deviation is unknown.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()

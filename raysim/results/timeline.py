@@ -187,7 +187,7 @@ def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: fl
     """Write the numbers of versions above the panel, at the times of the aggregations.
 
     ends: the times of all aggregations in virtual seconds.
-    low, high: the start and the end of the shown period in virtual seconds.
+    low, high: the shown period in virtual seconds.
     size: the unit of the horizontal axis in virtual seconds, such as 60 for minutes.
     """
     step = (high - low) / 12

@@ -32,7 +32,6 @@ def draw_topology(
 ) -> bool:
     """Write a picture of the clients, the replicas and their links.
 
-    network: the replicas, the clients that each of them serves, and the links.
     clients: the columns of clients.parquet.
 
     Returns False, and writes nothing, for one replica, more than `MAX_CLIENTS` clients, or clients

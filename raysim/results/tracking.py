@@ -120,8 +120,8 @@ class StoredTracker:
 
         config, tags: the parameters and the tags that MLflow shows.
         rows: the earlier history of a resumed run.
-        parent: the folder of the tracked study or sweep of this run; None without one.
-        data: name and digest of the data set, and other facts about it.
+        parent: the folder of the study or sweep; None for a single run.
+        data: name, digest and other facts of the data set.
         """
         self._begin(config, tags, rows, parent, data, sender=UI)
         self._store()
@@ -140,7 +140,7 @@ class StoredTracker:
         config, tags: the parameters and the tags that MLflow shows.
         rows: the history so far.
         parent: the folder of the study or sweep; None for a single run.
-        data: facts about the data set; None if there are none.
+        data: name, digest and other facts of the data set.
         sender: what sends the run to MLflow: "run" (the run's process) or "ui" (`raysim ui`).
         """
         self._record.update(read_record(self._folder))
@@ -310,8 +310,8 @@ class Tracker(StoredTracker):
 
         config, tags: the parameters and the tags that MLflow shows.
         rows: the earlier history of a resumed run.
-        parent: the folder of the tracked study or sweep of this run; None without one.
-        data: name and digest of the data set, and other facts about it.
+        parent: the folder of the study or sweep; None for a single run.
+        data: name, digest and other facts of the data set.
         """
         with self._wake:
             self._begin(config, tags, rows, parent, data, sender="run")

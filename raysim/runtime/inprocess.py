@@ -57,9 +57,9 @@ class InProcess:
         """Return the total of several sums of updates.
 
         node: is ignored, because all workers are in this process.
-        parts: for each sum, the positions of its updates in the order of aggregation. They form a
-        subtree of the summation tree (`tree_sum`).
-        refs: refs[i] is the sum of the updates in parts[i].
+        parts: for each sum, the positions of its updates in the order of aggregation: a subtree of
+        the summation tree (`tree_sum`).
+        refs: the sums.
         """
         return add_up(parts, *refs)
 

@@ -62,8 +62,8 @@ class RayOptions:
     def combine_from(self) -> float:
         """The smallest model, as a number of floats, for which nodes add up updates.
 
-        For a model of this size or more, each node adds up the sums of its workers. For a smaller
-        model, workers send their sums to the coordinator. 0 means every model, infinity no model.
+        For a model of at least this size, each node adds up its workers' sums. For a smaller model,
+        workers send their sums to the coordinator. 0 means every model, infinity no model.
         """
         if self.combine is None:
             return 1 << 18
@@ -216,9 +216,9 @@ def limit_by_memory(
 ) -> Size:
     """Reduce the number of workers to what the nodes' memory allows, but at least one.
 
-    A node that declares no memory does not limit the number.
+    A node that declares no memory does not limit the number. With the strategy STRICT_PACK, all
+    workers are on one node.
     size: the planned number of workers and the resources of each of them.
-    options: the settings `runtime.*`; with the strategy STRICT_PACK all workers are on one node.
     nodes: the resources of each node.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
@@ -295,7 +295,7 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
 
     bundles: the bundles of the trial's placement group: the first one for the trial itself, all
     others for workers.
-    device: the device of the workers; with "cuda", each worker's bundle must have a GPU.
+    device: with "cuda", each worker's bundle must have a GPU.
     Raises ValueError if there are fewer or smaller bundles than the options request.
     """
     worker_bundles, workers = bundles[1:], options.workers or 1

@@ -31,8 +31,7 @@ USABLE_SHARE = 0.95  # share of a GPU's memory that can be used, because allocat
 class MemoryNeed:
     """The memory that a job and a client state need, and the memory for workers, in bytes.
 
-    job: the peak memory of a worker that trains and scores a client, or a client in each of its
-    lanes.
+    job: the peak memory of a worker that trains and scores one client per lane.
     room: the memory that all workers of the device together can use.
     state: the size of one client's state.
     """
@@ -45,8 +44,8 @@ class MemoryNeed:
 def memory_use(device: str) -> tuple[int, int]:
     """Return the peak memory of this process, and the memory that workers can use, in bytes.
 
-    On a GPU, the peak includes torch's tensors and CUDA's context, and workers can use what other
-    processes do not use now. On a CPU, workers can use all memory of the machine.
+    On a GPU, the peak includes CUDA's context, and workers can use what other processes do not use.
+    On a CPU, workers can use all memory of the machine.
     """
     if not device.startswith("cuda"):
         return peak_memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -135,8 +135,8 @@ class WorkerCalls:
         """Send every worker the values that do not change in a run, and wait for the answers.
 
         Workers that start later get the same values.
-        args: the tensors that methods send to each client only once in a run, and the rows of the
-        central test set on which `evaluate.probe` scores clients' models.
+        args: the tensors that methods send to each client only once, and the rows of the central
+        test set for `evaluate.probe`.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in self.active]:
@@ -300,7 +300,7 @@ class WorkerCalls:
 
         It is impossible without another worker, or if an unanswered call needs values of the dead
         worker.
-        cause: text that says why the worker died.
+        cause: why the worker died.
         many_died: True if many workers of its node died within a short time. False if this worker
         died several times in a row.
         """
@@ -331,9 +331,8 @@ class WorkerCalls:
     def _leave_lost_nodes(self) -> bool:
         """Stop using workers whose node is lost or leaves; return True if a node is out of reach.
 
-        The unanswered calls of a node out of reach are moved to other workers. Workers of a
-        reachable node answer the calls that they have, and get new ones only if no other node has
-        workers.
+        Unanswered calls of a node out of reach are moved to other workers. Workers of a reachable
+        node answer their calls, and get new calls only if no other node has workers.
         """
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False
@@ -351,7 +350,6 @@ class WorkerCalls:
 
         The worker is released once it has no unanswered calls. Until then, call this function
         repeatedly.
-        node: the node, with the reason why it leaves.
         remaining: the workers that get the new calls. If there are none, the worker stays active.
         """
         if worker in self.active:

@@ -281,9 +281,8 @@ class Checkpoints:
     def _continue_log(self, store: Store) -> None:
         """Let new checkpoints use the log files of the checkpoint from which this run continues.
 
-        Log files contain client states and old rows of the history. Without a checkpoint in the
-        same folder, do nothing.
-        store: the folder or URL to which this run writes checkpoints.
+        Log files contain client states and old rows of the history. If the run continues from no
+        checkpoint in the same folder, do nothing.
         """
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return

@@ -87,7 +87,7 @@ def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.Objec
 
     Return a list with a reference to the content; or [] if all processes of the run are on this
     node.
-    group: the placement group of the run; None means that all processes are on this node.
+    group: the placement group of the run; None if all processes are on this node.
     """
     if group is None:
         return []
@@ -130,7 +130,7 @@ class RayWorker(Worker):
 def identify_process(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
     """Return the identity of this process: its name, its node, its hardware and its software.
 
-    name: the name of the process in messages, such as "worker-3".
+    name: the name in messages, such as "worker-3".
     packages: further packages whose versions are part of the identity.
     device: the device on which the process trains, such as "cuda"; "" means none.
     """
@@ -193,9 +193,9 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums of updates; None if all sums are None.
 
-        parts: for each sum, the positions of its updates in the order of aggregation. They form a
-        subtree of the summation tree (`tree_sum`).
-        sums: sums[i] is the sum of the updates in parts[i]; None if all jobs of this part failed.
+        parts: for each sum, the positions of its updates in the order of aggregation: a subtree of
+        the summation tree (`tree_sum`).
+        sums: None in place of a sum if all its jobs failed.
         """
         return add_up(parts, *sums)
 
@@ -380,9 +380,9 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
-        parts: for each sum, the positions of its updates in the order of aggregation. They form a
-        subtree of the summation tree (`tree_sum`).
-        refs: refs[i] is a reference to the sum of the updates in parts[i].
+        parts: for each sum, the positions of its updates in the order of aggregation: a subtree of
+        the summation tree (`tree_sum`).
+        refs: references to the sums.
         """
         return self._adder(node).add_up.remote(parts, *refs)
 
@@ -443,7 +443,6 @@ class RayRuntime:
         If the run never starts further workers, do nothing.
         timeout_s: the time without an answer after which a node counts as lost; infinity means
         never.
-        worker_bytes: the memory of a worker.
         dataset_path: the data set's file on this node, which is copied to nodes without it.
         """
         if self._growth is not None:
@@ -659,7 +658,6 @@ class RayRuntime:
 
         Return False after `REPLACEMENT_TIMEOUT_S` seconds, or once Ray says that a node with a
         bundle of this run is dead.
-        ref: a reference to the result.
         Raises WorkerDiedError if `watch_nodes` finds that this worker's node is lost.
         """
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
@@ -842,7 +840,7 @@ def become_all(actors: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> N
 
     Raise the error of the first actor that fails.
     actors: actors of an `actor_class`.
-    arguments: for each actor, the arguments for the constructor of the new object.
+    arguments: the arguments for the constructor of each actor's object.
     """
     pairs = zip(actors, arguments, strict=bool(actors))
     calls = [actor.become.remote(*its_arguments) for actor, its_arguments in pairs]

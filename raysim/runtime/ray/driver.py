@@ -171,7 +171,6 @@ def _limit_by_memory(
 
     size: the planned number of workers and the resources of each of them.
     spec: the run, whose model decides how much memory a worker needs.
-    cluster: the resources of each node.
     """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)

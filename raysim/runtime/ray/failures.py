@@ -91,8 +91,7 @@ def describe_failed_start(address: str, error: BaseException) -> str:
     """Return the text for an error that Ray raised when a cluster was started or joined.
 
     The text names the wrong setting or environment variable, the problem and what to do.
-    address: "local" for a cluster that this process starts; otherwise the address of the cluster to
-    join.
+    address: "local" to start a cluster; otherwise the address of the cluster to join.
     """
     if "Version mismatch" in str(error):
         text = " ".join(str(error).split())

@@ -89,7 +89,7 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 
 
 class ClusterState(NamedTuple):
-    """What the head of a cluster knows about its nodes, which have Ray's identifiers as names.
+    """What the head of a cluster knows about the nodes, which Ray's identifiers name.
 
     draining: the nodes that will leave, for example spot instances after their notice.
     free: for each node, the resources that are not reserved.

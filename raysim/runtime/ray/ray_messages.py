@@ -136,8 +136,8 @@ def separate_messages() -> Iterator[None]:
 def messages_written_to(folder: Path) -> Iterator[MessageFile | None]:
     """Write Ray's messages to a file in the folder of a run, until the end of the context.
 
-    Yield this file. If raysim has not connected this process to Ray, yield None and write nothing.
-    Begin the context after a progress bar has started; otherwise the bar would get the messages.
+    Yield this file; None if raysim has not connected this process to Ray. Begin the context after a
+    progress bar has started; otherwise the bar would get the messages.
     """
     if _messages is None:
         yield None

@@ -64,8 +64,8 @@ class _Recruit:
 
     worker: the number of the worker.
     place: where the worker was started.
-    answer: a reference to the worker's identity, which can be read once the worker is ready.
-    since: when the worker was started, in seconds of `time.monotonic`.
+    answer: a reference to the worker's identity, which exists once the worker is ready.
+    since: the time of the start, in seconds of `time.monotonic`.
     """
 
     worker: int
@@ -80,7 +80,6 @@ class Recruiter:
 
     growth: the facts of the run that decide how many workers start, and how.
     watch: the object that knows which nodes are usable.
-    worker_bytes: the memory of a worker.
     dataset_path: the data set's file on this node, which is copied to nodes without it.
     """
 
