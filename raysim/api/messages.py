@@ -58,7 +58,7 @@ class PublishedVersion:
     vector: [layout.shared], shared parameters, then buffers of floats.
     counters: int64 [layout.shared_counters], shared buffers of integers.
     extras: the methods' tensors for all clients, by "method.name".
-    mark: "" if clients train from this vector; else such as "scored 0".
+    mark: "" if clients train from this vector; else a text such as "scored 0".
     number: the position, from 0, in the list of all published versions of all replicas.
     """
 

@@ -8,8 +8,8 @@ A method overrides the hooks that it needs. raysim calls the hooks in this order
 - an aggregation: `weigh`, `combine`, `step`, `absorb`
 - before a client's own model is scored: `personalise`
 
-The hooks for each batch may only use tensor operations, not `.item()` or `if tensor`, because a
-step may be captured as a CUDA graph.
+The hooks for each batch may only use tensor operations, not `.item()` or `if tensor`. The reason is
+that a step may be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Method:
     ) -> Tensor:
         """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        raysim calls this hook in stages with the task loss, before the hook `gradient`.
+        raysim calls this hook in stages with the task loss, before the hook `gradient` and before
+        clipping.
 
         params: the parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.

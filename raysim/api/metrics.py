@@ -86,8 +86,8 @@ class Metric:
     name: None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
     per: "sample" for a score for each sample, whose mean is the metric. "set" for one number from
-    all samples of the central test set, a client or a domain. With None, raysim
-    tries the function; for labels that are dictionaries or lists of arrays, it means "sample".
+    all samples of the central test set, a client or a domain. With None, raysim tries the
+    function; for labels that are dictionaries or lists of arrays, None means "sample".
     """
 
     function: MetricFunction

@@ -319,8 +319,8 @@ def mixing_matrix(weights: Weights, key: str) -> Mixing:
     where missing replicas have the weight 0. Row r has the weights of the mean that becomes replica
     r's next vector.
     key: the name of the setting, for errors.
-    Raises ValueError if a weight is negative or not finite, or belongs to no replica, or if the
-    weights of a row do not sum to 1.
+    Raises ValueError if a weight is negative, not finite, or of no replica. Also raises ValueError
+    if the weights of a row do not sum to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):

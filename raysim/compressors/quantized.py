@@ -16,8 +16,8 @@ s is the number of levels above 0. |v| is the norm of the bucket of consecutive 
 contains v_i. m is the largest absolute value of the tensor that contains v_i, after clipping.
 
 Departures from the papers
-- QSGD uses fewer bits for frequent levels (Elias coding). Here each level and sign takes 2 bits for
-  s = 1, 3 bits for s = 3, and 4 bits for s = 7.
+- QSGD uses fewer bits for frequent levels (Elias coding). Here the level and the sign of an entry
+  together take 2 bits for s = 1, 3 bits for s = 3, and 4 bits for s = 7.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - In QSGD and TernGrad, v is a gradient. Here v is a client's update or the server's step.
 """

@@ -225,7 +225,7 @@ class VirtualGrid(SimpleGrid):
         """Return the replies that have arrived, in the order of virtual time.
 
         If no reply has arrived, first advance the clock to the next arrival. Each reply is returned
-        only once.
+        only once; the result is empty if no reply is left.
         message_ids: the ids of the messages, which `push_messages` returned.
         """
         with self._lock:
@@ -284,7 +284,7 @@ class VirtualGrid(SimpleGrid):
         time. Call this function after the threads have ended.
         Return the clients that got these messages, by Flower's node id: the virtual time of the
         client's last reply in seconds, and the client's number.
-        Raise ReplayError if a resumed run does not repeat the stored run's messages, and
+        Raise ReplayError if a resumed run does not repeat the stored run's messages. Raise
         WorkerDiedError if several workers died at the same message.
         """
         with self._lock:

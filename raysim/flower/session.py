@@ -116,8 +116,8 @@ class AppResult:
     """The result of a run of a Flower app.
 
     messages: a row for each message that was answered, lost or failed.
-    rounds: a row for all messages of one type that were sent at the same virtual time, with the
-    weighted means of the numbers in the replies.
+    rounds: a row for all messages of one type that were sent at the same virtual time. A row has
+    the weighted means of the numbers in the replies.
     summary: results of the run, by name. Scores of the last round start with "train." or
     "evaluate."; the ServerApp's scores start with "server.".
     out: the run's folder; None if nothing is stored.

@@ -68,6 +68,7 @@ class ModelRecipe:
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """Return a new neural network, initialised from torch's generator, which the caller seeds.
 
+        input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
         tokens: the vocabulary; None if inputs are not token numbers.
         """

@@ -302,6 +302,7 @@ class ExternalModel(ModelRecipe):
         """Return the network as the user or the library defines it, before raysim splits it.
 
         A subclass must override this function.
+        input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
         tokens: the vocabulary; None if inputs are not token numbers.
         """
