@@ -27,8 +27,7 @@ class StateUse(NamedTuple):
     """The client state that a call to a worker needs for one client.
 
     job: the number of the job that made the state; -1 means the initial state.
-    next_job: the number of the job in this call that makes the client's next state; -1 if the call
-    only reads the state.
+    next_job: the job of this call that makes the client's next state; -1 means none.
     """
 
     client: int
@@ -101,10 +100,10 @@ class ClientStates:
 
     # --- places -----------------------------------------------------------------------------------
     def newest_state(self, client: int) -> tuple[int, int] | None:
-        """Return where a client's newest state is: a worker, and the job that makes the state.
+        """Return the worker that has a client's newest state, and the job that makes the state.
 
-        The result is the number of the worker and the number of the job. The job may still be in
-        flight. Return None if no worker has a state of the client.
+        Both are numbers. The job may still be in flight. Return None if no worker has a state of
+        the client.
         """
         return self._newest_states.get(client)
 
@@ -186,10 +185,9 @@ class ClientStates:
     def release_read(self, read_bytes: int) -> None:
         """Reduce the counted memory by the bytes that `send` read from disk for one call.
 
-        `send` prepares a call to a worker, and counts the client states that it reads from disk as
-        memory in use. Use this method when the worker has answered that call, or before `send`
-        prepares the same call again.
-        read_bytes: the number of bytes that `send` returned for that call.
+        Use this method when the worker has answered the call, or before `send` prepares the call
+        again.
+        read_bytes: the number of bytes that `send` returned for the call.
         """
         self._read_bytes -= read_bytes
 
@@ -235,11 +233,10 @@ class ClientStates:
 
     # --- committing and spilling ------------------------------------------------------------------
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Commit the client states that aggregated jobs have made.
+        """Replace client states by the states that the jobs of an aggregation have made.
 
-        A committed state replaces the client's earlier state. If all committed states in memory
-        together exceed the budget, some of them are moved to disk.
-        jobs: the jobs of an aggregation. A failed job has left its client's state unchanged.
+        Some states are moved to disk if all committed states in memory exceed the budget.
+        jobs: all jobs of the aggregation. A failed job leaves its client's state unchanged.
         """
         if not self.stateful:
             return
@@ -354,10 +351,8 @@ class ClientStates:
     def restore(self, committed: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Continue from a checkpoint; jobs that were in flight must be dispatched again.
 
-        committed: what `committed_jobs` returned for the checkpoint: by client, the number of the
-        job that made the committed state.
-        states: what `named_tensors` returned for the checkpoint: by client, the tensors of the
-        state.
+        committed: the result of `committed_jobs` in the checkpoint.
+        states: the result of `named_tensors` in the checkpoint.
         """
         self._committed, self._last = dict(committed), dict(committed)
         for client, arrays in states.items():
@@ -373,9 +368,6 @@ def make_client_states(
 ) -> ClientStates:
     """Return the client states of a run; every client has the initial state.
 
-    spec: the run.
-    declarations: what the methods of the run declare.
-    runtime: the workers of the run, and the object store.
     folder: the run's folder, in which states are written to disk.
     """
     settings = spec.settings

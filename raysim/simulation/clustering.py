@@ -93,10 +93,10 @@ class SplitByUpdates(ClusterRule):
     min_size: int = 2
 
     def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
-        """Return the initial state of the rule: a dict with two arrays.
+        """Return the rule's initial state: no update of any client is known.
 
-        "updates" [clients, floats] is the last update of each client since its cluster began.
-        "is_known" [clients] is True for a client that has such an update.
+        "updates" [clients, floats]: the last update of each client since its cluster began.
+        "is_known" [clients]: True for a client that has such an update.
         floats: the number of floats in an update.
         """
         return {
@@ -107,10 +107,9 @@ class SplitByUpdates(ClusterRule):
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
         """Split a cluster if its updates meet the conditions of CFL.
 
-        Return a dictionary with one entry. The key is the number of a replica that had no clients
-        until now. The value is one of the two groups of clients, which this replica serves from now
-        on. Return {} if the cluster is not split.
-        view: the cluster, its updates in this aggregation, and the rule's state.
+        Return {} if the cluster is not split. Otherwise return one entry. The key is the number of
+        a replica that had no clients. The value is the clients that this replica serves from now
+        on.
         """
         updates, is_known = view.state["updates"], view.state["is_known"]
         for client, delta in zip(view.clients.tolist(), view.deltas, strict=True):

@@ -1,8 +1,7 @@
 """The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides the order of all events on virtual time, before the training. Therefore a worker
-can get a job as soon as its base version exists. Only jobs whose updates will be aggregated are
-trained; lost or discarded jobs are not.
+The planner decides the order of all events before the training. Therefore a worker can get a job as
+soon as the job's base version exists. Jobs that will be lost or discarded are not trained.
 """
 
 from __future__ import annotations
@@ -134,9 +133,9 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round; yield the events of the run.
 
-        Raises TooManyFailuresError; before that, a checkpoint is written if the run has a folder.
-        Raises NoClientsLeftError; before that, a checkpoint is written if the run has planned an
-        aggregation and writes checkpoints.
+        Raises TooManyFailuresError after it has written a checkpoint, if the run has a folder.
+        Raises NoClientsLeftError after it has written a checkpoint, if the run writes checkpoints
+        and has planned an aggregation.
         """
         self.history.start()
         if self.profile:
@@ -191,10 +190,9 @@ class Coordinator:
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
         """Return the loss of each client on its training samples, with its replica's model.
 
-        Wait for the workers that compute the losses. If clients choose their replica by its loss,
-        the returned loss of a client is the smallest loss of all replicas.
-        samples: the largest number of a client's samples on which its loss is computed; None uses
-        all of them.
+        If clients choose their replica by the loss, return each client's smallest loss over all
+        replicas.
+        samples: the largest number of samples of a client to use; None uses all.
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:
@@ -207,10 +205,9 @@ class Coordinator:
         return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
-        """Return the size, in floats, of a tensor that a client receives with the current version.
+        """Return the size, in floats, of a tensor that a method sends to a client.
 
-        Some tensors that methods send to clients change their size from version to version.
-        client: the client, which receives the version of the replica that serves it.
+        The size is the one in the current version of the replica that serves the client.
         name: the full name of the tensor.
         """
         number = self.replicas.numbers[self.replicas.replica_of(client)]

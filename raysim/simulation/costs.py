@@ -25,12 +25,12 @@ COLUMNS = ("energy_wh", "idle_wh", "money", "co2_g")
 
 @dataclass(frozen=True)
 class Cost:
-    """The power of a device, and what a gigabyte (10^9 bytes) on its link costs.
+    """The power of a device in watts, and the costs of its link for a gigabyte (10^9 bytes).
 
-    computing_w, receiving_w, sending_w: the power of the device in these phases of a job, in watts.
-    idle_w: the power of the device between jobs, in watts.
-    gb_price: money for a gigabyte, in any currency.
-    gb_co2: grams of CO2 for a gigabyte, from the electricity of the network.
+    computing_w, receiving_w, sending_w: the power in these phases of a job.
+    idle_w: the power between jobs.
+    gb_price: money, in any currency.
+    gb_co2: grams of CO2 from the electricity of the network.
     """
 
     computing_w: float = 0.0
@@ -59,9 +59,8 @@ class FleetCosts:
     """The costs of all clients of a run.
 
     costs: the costs of each kind of client.
-    kinds: int [clients], the kind of each client, as an index into `costs`.
-    kwh_price: money for a kilowatt-hour of the devices.
-    kwh_co2: grams of CO2 for a kilowatt-hour of the devices.
+    kinds: int [clients], the index of each client's kind in `costs`.
+    kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
     """
 
     costs: Sequence[Cost]
@@ -81,10 +80,8 @@ class JobCost(NamedTuple):
 class Costs:
     """The total costs of a run's jobs and idle devices.
 
-    fleet: the power and the prices of the clients' devices.
-    devices: the devices of the run. If they have no method `phases`, the whole duration of a job
-    counts as training.
-    eligible: the clients with samples; idle energy is counted for these only.
+    devices: if they have no method `phases`, the whole duration of a job counts as training.
+    eligible: the clients with samples; idle energy is counted for these clients only.
     """
 
     def __init__(self, fleet: FleetCosts, devices: Any, eligible: np.ndarray):
@@ -145,8 +142,7 @@ class Costs:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
         If the devices have no method `phases`, the pass costs no energy.
-        work: the number of trained samples that would cost as much as the forward pass. It is
-        `FORWARD` (1/3) times the number of samples in the pass.
+        work: a third (`FORWARD`) of the number of samples in the pass.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)

@@ -76,10 +76,9 @@ class Delays(Fleet):
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """Return devices for which every job takes a random time.
 
-        The time is drawn between `least` and `most` of the `DelayKind` to which the client belongs.
+        The time is between `least` and `most` of the client's `DelayKind`.
         seed: the seed of the run.
-        clients: the number of clients.
-        sample_flops: has no effect here, because durations do not depend on the model.
+        sample_flops: has no effect, because durations do not depend on the model.
         """
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         kinds = self.labels(seed, clients).kinds
@@ -91,8 +90,7 @@ class Delays(Fleet):
 class RandomDelays:
     """Devices for which each job takes a random time between two bounds.
 
-    least, most: float64 [clients], the shortest and the longest time of each client's jobs, in
-    virtual seconds.
+    least, most: float64 [clients], the bounds for each client, in virtual seconds.
     key: the key from which the random numbers are drawn (`stream_key`).
     fate: the rule that decides which jobs are lost.
     """
@@ -107,10 +105,10 @@ class RandomDelays:
     ) -> Trip:
         """Return when a job ends, and whether its update arrives.
 
-        The duration of the job is random. It depends only on the client and on `participation`.
+        The job's duration is random. It depends only on `client` and `participation`.
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples, down, up: have no effect here.
+        samples, down, up: have no effect.
         """
         least = self._least[client]
         seconds = least + (self._most[client] - least) * uniform(self._key, client, participation)

@@ -69,9 +69,9 @@ from raysim.simulation.fleet import Fleet, Labels, Speeds
 class DeviceClass:
     """One class of devices, with the medians of its speeds.
 
-    share: the share of the clients that have a device of this class, 0 to 1.
-    flops: median of the floating-point operations per second in training.
-    bandwidth_down, bandwidth_up: medians of the bytes received and sent per second.
+    share: the share of the clients that have such a device, 0 to 1.
+    flops: floating-point operations per second in training.
+    bandwidth_down, bandwidth_up: bytes received and sent per second.
     cost: the power of a device, and what its link costs.
     """
 
@@ -153,10 +153,9 @@ class DeviceClasses(Fleet):
     def labels(self, seed: int, clients: int) -> Labels:
         """Draw the device class of each client at random.
 
-        The number of clients in a class is not random: it is the `share` of the class times the
-        number of all clients, rounded.
+        The number of clients in a class is not random: it is the class's `share` of all clients,
+        rounded.
         seed: the seed of the run.
-        clients: the number of clients.
         """
         ends = np.cumsum([device_class.share for device_class in self.classes.values()])
         places = (stream(seed, "fleet.class").permutation(clients) + 0.5) / clients
@@ -167,9 +166,8 @@ class DeviceClasses(Fleet):
         """Draw the speeds of each client's device around the medians of its class.
 
         seed: the seed of the run.
-        clients: the number of clients.
-        sample_flops: function that returns the floating-point operations of the forward and
-        backward pass of one sample.
+        sample_flops: returns the floating-point operations of the forward and backward pass of one
+        sample.
         """
         needed = above(
             "fleet=devices: FLOPs of the model",

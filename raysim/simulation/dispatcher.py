@@ -85,9 +85,7 @@ class TrainCall(Call):
 class Dispatcher:
     """The object that decides which worker trains which jobs, and in which calls.
 
-    calls: the object that makes the calls to workers.
-    runtime: the workers.
-    client_states: the client states, which are sent with the jobs that start from them.
+    client_states: the states that are sent with the jobs.
     versions: the published versions, from which jobs start.
     floats: the number of floats in an update's parameters.
     has_lanes: True if workers train several clients at once.
@@ -128,27 +126,25 @@ class Dispatcher:
     def enqueue(self, job: Job, aggregation: int) -> None:
         """Put a job into the queue, from which it is sent to a worker later.
 
-        A worker gets queued jobs while it has fewer than `MAX_CALLS` unanswered training calls.
-        aggregation: the number of the aggregation that will use the job's update. The run's first
-        aggregation has the number 0.
+        aggregation: the number of the aggregation that will use the job's update; 0 is the run's
+        first aggregation.
         """
         self._queue.put(job, aggregation)
 
     def plan_sums(self, group: Group) -> None:
         """Allow workers to sum the updates of one aggregation, instead of sending each update.
 
-        If the run has several replicas, call this for each replica that aggregates.
-        group: the numbers of the aggregation's jobs, in the order in which they are aggregated.
+        Call this once for each replica that aggregates.
+        group: the numbers of the jobs, in the order in which they are aggregated.
         """
         self._trees.plan(group)
 
     def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
         """Send all jobs of the next aggregation to workers, if they were not sent earlier.
 
-        Afterwards each worker with fewer than `MAX_CALLS` unanswered training calls gets jobs of
-        later aggregations from the queue.
-        jobs: all jobs of the aggregation, in the order in which they are aggregated.
-        aggregation: its number. The run's first aggregation has the number 0.
+        Workers with few unanswered calls also get jobs of later aggregations.
+        jobs: the jobs, in the order in which they are aggregated.
+        aggregation: the number of the aggregation; 0 is the run's first aggregation.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -172,8 +168,8 @@ class Dispatcher:
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
         """Return True if at least one of these nodes adds up the sums of its workers.
 
-        Such a node sends one total to the coordinator. The coordinator's own node (number 0) never
-        adds up sums. No node does if the model is smaller than `Runtime.combine_from`.
+        The coordinator's node (number 0) never adds up sums. No node does so if the model is
+        smaller than `Runtime.combine_from`.
         nodes: the numbers of the nodes.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)
@@ -181,8 +177,8 @@ class Dispatcher:
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
         """Divide jobs among workers; return the jobs by the worker's number.
 
-        A worker without jobs has no entry. If clients have states, the returned jobs of each client
-        are in the order of their dispatch.
+        A worker without jobs has no entry. If clients have states, each client's jobs are in the
+        order of their dispatch.
         jobs: the jobs of one aggregation, in the order in which they are aggregated.
         """
         workers, loads, nodes = self._calls.active, self._active_loads(), self._active_nodes()
@@ -225,8 +221,8 @@ class Dispatcher:
     def _home(self, client: int) -> StateHome | None:
         """Return the active worker that has, or will have, a client's newest state.
 
-        `StateHome.worker` is the worker's position in the list of active workers, and not its
-        number. Return None if no active worker has a state of the client.
+        `StateHome.worker` is the worker's position in the list of active workers. Return None if no
+        active worker has a state of the client.
         """
         newest = self._client_states.newest_state(client)
         if newest is None or newest[0] not in self._calls.active:
@@ -255,9 +251,7 @@ class Dispatcher:
         """Remove jobs for a worker's next training call from the queue, and return these jobs.
 
         A job stays in the queue if a different worker has, or will have, the client's newest state.
-        The first job of the call is an exception if `worker` has no unanswered call and the state
-        exists already.
-        worker: the number of the worker that gets the call.
+        An idle worker may take one such job, as the first of the call, if the state exists already.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -302,10 +296,10 @@ class Dispatcher:
     ) -> TrainCall:
         """Start a call in which a worker trains jobs; return the call.
 
-        method: the method of `Worker` to call. "train" returns the sums of updates to the
-        coordinator; "train_apart" leaves them on the worker's node.
+        method: "train" sends the sums of updates to the coordinator; "train_apart" leaves the sums
+        on the worker's node.
         groups: the groups of jobs whose updates the worker sums.
-        uses: the client states that the jobs start from.
+        uses: the client states from which the jobs start.
         """
         versions = list(dict.fromkeys(version for job in jobs for version in job.received))
         # A job sends less than its delta where clients have replicas of their own.
@@ -364,9 +358,8 @@ class Dispatcher:
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
         """Wait until these jobs are trained; return their updates, and the sums that workers made.
 
-        There is an update or a failure for each job. If a worker has added the update to a sum, the
-        first result has only the update's metrics.
-        jobs: the jobs of an aggregation, in the order in which they are aggregated.
+        jobs: the jobs of an aggregation. The first result has an update or a failure for each job,
+        in the same order. If a worker has added an update to a sum, the update has only metrics.
         """
         calls = self.calls_of(jobs)
         for call in calls:
@@ -386,8 +379,7 @@ class Dispatcher:
     ) -> dict[Group, np.ndarray]:
         """Fetch the sums of updates that workers made for one aggregation; return them by group.
 
-        Nodes first add up their sums to sums of larger groups; only these are fetched. If a sum was
-        lost with its node, its jobs are trained again.
+        If a sum was lost with its node, the jobs of this sum are trained again.
         calls: the calls in which the workers trained the jobs.
         numbers: the numbers of the aggregation's jobs.
         """
@@ -413,10 +405,9 @@ class Dispatcher:
     ) -> dict[Group, np.ndarray]:
         """Train jobs again because sums of their updates were lost; return the new sums.
 
-        A group is a tuple of job numbers. A worker had added up the updates of each group, and this
-        sum was lost. Wait until all jobs are trained again, and return the new sum of each group.
-        calls: the calls that trained these jobs before.
-        groups: the groups whose sums were lost.
+        Wait until all jobs are trained.
+        calls: the calls that trained the jobs before.
+        groups: the job numbers of each lost sum.
         """
         job_of = {job.number: job for call in calls for job in call.jobs}
         repeated: list[TrainCall] = []

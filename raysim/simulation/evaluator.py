@@ -81,12 +81,9 @@ class Scoring:
 class Evaluator:
     """The object that lets workers score models and makes columns from their reports.
 
-    spec: the run.
-    declarations: what the methods of the run declare, such as parts of the model that stay with
-    clients.
-    runtime: the workers.
-    calls: the object that makes the calls to workers.
-    client_states: the client states. A client's own model may contain parameters from its state.
+    declarations: what the methods declare, such as model parts that stay with clients.
+    client_states: the client states, from which the personal parameters of clients' models are
+    read.
     """
 
     def __init__(
@@ -194,11 +191,10 @@ class Evaluator:
     def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
         """Start scoring each client with the replica that serves the client.
 
-        If there is a central test set and the model has no personal parameters, also score two
-        kinds of models on this set. They are the mean of all replicas, and each replica that serves
-        a scored client.
-        versions: the published versions of the replicas.
-        mean: a reference to the mean of all replicas, in the runtime's store.
+        If there is a central test set and the model has no personal parameters, two kinds of models
+        are also scored on this set: the mean of all replicas, and each replica that serves a scored
+        client.
+        mean: a reference to the mean of all replicas.
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
@@ -292,9 +288,7 @@ class Evaluator:
         """Return a reference to the vector with which a replica is scored; store it if necessary.
 
         This vector is usually the replica's published version, which is stored already. A method
-        may declare another vector, such as an average of versions; this function stores it.
-        replica: the number of the replica.
-        versions: the published versions of the replicas.
+        may declare another vector, such as an average of versions.
         """
         server, number = replicas.servers[replica], replicas.numbers[replica]
         scored = server.scored()
@@ -318,11 +312,10 @@ class Evaluator:
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
         """Draw some of these clients, as many as `evaluate.clients` says; return them ascending.
 
-        Return all clients if `evaluate.clients` is "all", or if it is not smaller than their
-        number.
-        clients: the clients to draw from, ascending.
-        version: the number of the scored version; each version has a draw of its own.
-        purpose: the name of the random stream, so that different purposes have different draws.
+        Return all clients if there are not more.
+        clients: the clients, ascending.
+        version: the scored version; each version has a draw of its own.
+        purpose: the name of the random stream.
         """
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):
@@ -379,9 +372,9 @@ class Evaluator:
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
         """Start the calls for tasks that score the same version.
 
-        A task of a client goes to the worker that has the client's state. All other tasks are
-        divided evenly.
-        published: a reference to the version in the runtime's store.
+        A client's task goes to the worker that has the client's state. All other tasks are divided
+        evenly.
+        published: a reference to the version.
         """
         return self._start_each(tasks, [lambda: published] * len(tasks))
 
@@ -390,9 +383,9 @@ class Evaluator:
     ) -> list[Call]:
         """Start the calls for tasks that may score different versions.
 
-        A task of a client goes to the worker that has the client's state. All other tasks are
-        divided evenly.
-        loaders: for each task, a function that returns a reference to the version to score.
+        A client's task goes to the worker that has the client's state. All other tasks are divided
+        evenly.
+        loaders: for each task, a function that returns a reference to the version.
         """
         # By worker: consecutive tasks with one version.
         tasks_of_worker: dict[int, list[tuple[VersionLoader, list[ScoringTask]]]] = {}
@@ -487,10 +480,10 @@ class Evaluator:
     ) -> Scoring:
         """Start scoring the local model of each participant, and the next shared model.
 
-        A participant is a client whose update is in `updates`. Each model is scored on training
-        samples of every participant, at most `evaluate.decompose_rows` of each. For the samples of
-        participant j, the personal parameters in the model are those of participant j.
-        bases: the versions that updates started from, by number.
+        Each model is scored on training samples of every participant (at most
+        `evaluate.decompose_rows`), with that participant's personal parameters.
+        updates: one update for each participant.
+        bases: the base versions of the updates, by number.
         after: the next shared model.
         """
         tasks = [self._training_task(update.client) for update in updates]
@@ -546,9 +539,8 @@ class Evaluator:
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
         """Return the columns with scores of the shared model.
 
-        The shared model is scored on the test sets of clients and of unseen clients, and on the
-        central test set. If there are validation samples and no personal models, the scores of the
-        best round are added.
+        If there are validation samples and no personal models, these include the scores of the best
+        round.
         reports: the reports of the tasks of `_shared_tasks`, in the same order.
         scoring: the scoring to which the reports belong.
         """
@@ -573,12 +565,10 @@ class Evaluator:
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
         """Return the columns with scores of the clients' own models.
 
-        reports: each report has the scores of a client's test samples, followed by the scores of
+        reports: one report for each client: the scores of the client's test samples, then those of
         its validation samples.
-        suffix: the end of the columns' names: "_finetuned" for models that were fine-tuned, "" for
-        models without fine-tuning.
-        scoring: the scoring to which the reports belong. The scores of each client are added to
-        `scoring.client_scores`.
+        suffix: the end of the columns' names: "_finetuned" for fine-tuned models, else "".
+        scoring: gets the scores of each client (`client_scores`).
         """
         row: Row = {}
         if not reports:
@@ -613,12 +603,12 @@ class Evaluator:
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return columns such as `accuracy_common`, the mean score of clients' own models.
+        """Return columns such as `accuracy_common`, the mean score of the clients' own models.
 
-        All these models are scored on the same samples, the central test set. Unseen clients have
-        separate columns, such as `accuracy_unseen_common`.
+        All models are scored on the central test set. Unseen clients have separate columns, such as
+        `accuracy_unseen_common`.
         reports: one report for each client.
-        scoring: the scoring, which says which of the clients are unseen.
+        scoring: the clients and the unseen clients.
         """
         row: Row = {}
         for columns in self.score_columns:
@@ -636,11 +626,10 @@ class Evaluator:
         return row
 
     def scores(self, scorings: Sequence[Scoring]) -> ClientScores | None:
-        """Return the score of each single client in the last scoring that has such scores.
+        """Return the score of each client in the last scoring that has scores of single clients.
 
-        Return None if no scoring has scores of single clients. The scores are read from
-        `Scoring.client_scores`. The method `columns` fills it, so call `columns` with each scoring
-        first.
+        Return None if there is no such scoring. Call `columns` with each scoring first, because
+        `columns` stores these scores.
         """
         scored = [scoring for scoring in scorings if scoring.client_scores]
         if not scored:

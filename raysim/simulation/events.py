@@ -46,9 +46,9 @@ Row: TypeAlias = dict[str, float | int | None]
 class ClientScores:
     """The scores of single clients.
 
-    clients: int [n], the scored clients.
-    columns: the scores of these clients by name, float [n]; nan for a client without this score. If
-    clients move between replicas, "replica" is the number of each client's replica.
+    clients: int [n], the scored clients, ascending.
+    columns: float [n] by name; nan for a client without this score. If clients move between
+    replicas, "replica" is the number of each client's replica.
     """
 
     clients: Ints  # [n], ascending
@@ -72,8 +72,7 @@ class Round:
     """The event that an aggregation is finished.
 
     row: the row of the history.
-    failures: the failed jobs.
-    probes: the probes of clients' local models in this round, if `evaluate.probe` is set.
+    probes: the probes of local models, if `evaluate.probe` is set.
     jobs: the jobs that ended in this round.
     scores: the scores of single clients; None for a round that does not score clients.
     """
@@ -133,11 +132,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Profiled:
-    """The event that reports a profile: the time of each process by activity.
+    """The event that reports the profile of a run: the time of each process by activity.
 
-    A run with `profile=true` yields this event shortly before its end.
-    start, stop: the interval of wall time that the profile covers.
-    tracks: the profile of each process: the coordinator and all workers.
+    A run with `profile=true` yields it shortly before its end.
+    start, stop: the start and end of the profile in wall time, in seconds since the epoch.
+    tracks: the profiles of the coordinator and of all workers.
     """
 
     start: float  # seconds since the epoch

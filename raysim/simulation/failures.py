@@ -19,10 +19,9 @@ def check_failures(
     """Raise TooManyFailuresError if too many jobs of an aggregation failed.
 
     If the run has a folder, a checkpoint is written first.
-    jobs: the number of jobs of the aggregation.
-    version: the number of the aggregation. The run's first aggregation has the number 0.
+    jobs: the number of the aggregation's jobs.
+    version: the number of the aggregation; 0 is the run's first aggregation.
     tolerate: the largest share of jobs that may fail, 0 to 1.
-    saver: writes the checkpoint.
     """
     if not failures or len(failures) / jobs <= tolerate:
         return

@@ -21,11 +21,10 @@ from raysim.simulation.costs import Cost, FleetCosts
 
 
 class Trip(NamedTuple):
-    """The end of a job in virtual time.
+    """The end of a job on the virtual clock.
 
     finish: the virtual time, in seconds, at which the update arrives or the client drops out.
-    arrives: True if the update arrives; False if the client drops out. The server learns of a
-    drop-out at the time it happens.
+    arrives: False if the client drops out.
     """
 
     finish: float
@@ -48,7 +47,7 @@ class Devices(Protocol):
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
         samples: the training work in samples (`Job.work`).
-        down, up: the number of floats that the client receives, and that it sends.
+        down, up: the floats that the client receives and sends.
         """
         ...
 
@@ -56,8 +55,8 @@ class Devices(Protocol):
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
-        samples: [clients], the training work of each client in samples (`Job.work`).
-        down, up: the number of floats that each client receives, and that it sends.
+        samples: [clients], the training work of each client (`Job.work`).
+        down, up: the floats that each client receives and sends.
         """
         ...
 
@@ -70,8 +69,8 @@ class DevicesWithPhases(Protocol):
         """Return how long a client receives, trains and sends in a job, in virtual seconds.
 
         The job is assumed not to be lost.
-        samples: the training work in samples (`Job.work`).
-        down, up: the number of floats that the client receives, and that it sends.
+        samples: the training work (`Job.work`).
+        down, up: the floats that the client receives and sends.
         """
         ...
 
@@ -215,7 +214,7 @@ class Fate:
 
     presence: when each client is available; None means always.
     dropout: the probability that a job is lost although its client stays available.
-    lost: the key from which the random numbers of drop-outs are drawn (`stream_key`).
+    lost: the key of the random numbers for drop-outs (`stream_key`).
     """
 
     presence: Availability | None = None
@@ -227,7 +226,7 @@ class Fate:
 
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        seconds: the duration of the job in virtual seconds if it is not lost.
+        seconds: the duration of the job if it is not lost.
         """
         finish, arrives = start + seconds, True
         if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
@@ -260,11 +259,10 @@ class Fixed:
     ) -> Trip:
         """Return when a job ends, and whether its update arrives.
 
-        The client first receives the model, then trains, then sends its update.
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
         samples: the training work in samples (`Job.work`).
-        down, up: the number of floats that the client receives, and that it sends.
+        down, up: the floats that the client receives and sends.
         """
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
         return self._fate.trip(
@@ -275,8 +273,8 @@ class Fixed:
         """Return how long a client receives, trains and sends in a job, in virtual seconds.
 
         The job is assumed not to be lost.
-        samples: the training work in samples (`Job.work`).
-        down, up: the number of floats that the client receives, and that it sends.
+        samples: the training work (`Job.work`).
+        down, up: the floats that the client receives and sends.
         """
         return (
             down * FLOAT_BYTES / self._down[client],
@@ -288,8 +286,8 @@ class Fixed:
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
-        samples: [clients], the training work of each client in samples (`Job.work`).
-        down, up: the number of floats that each client receives, and that it sends.
+        samples: [clients], the training work of each client (`Job.work`).
+        down, up: the floats that each client receives and sends.
         """
         speeds = self._speeds
         training = samples / speeds.samples
@@ -324,9 +322,8 @@ class Lognormal(Fleet):
     """A fleet with log-normally distributed speed and bandwidth, drawn once for each client.
 
     speed: median samples per second.
-    sigma: standard deviation of the logarithm of the speed.
     bandwidth_down, bandwidth_up: median bytes received and sent per second.
-    bandwidth_sigma: standard deviation of the logarithm of the bandwidth.
+    sigma, bandwidth_sigma: standard deviations of the logarithms of speed and bandwidth.
     """
 
     speed: float = field(default=1000.0, kw_only=False)

@@ -72,9 +72,8 @@ class SumTrees:
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the groups of jobs whose updates a worker replaces by one sum per group.
 
-        These are the largest groups that contain only jobs of this worker. If a summation tree has
-        a single job, this job is in no group. For this job the worker sends the update itself,
-        because a sum would not be smaller.
+        They are the largest groups that contain only jobs of this worker. The job of an aggregation
+        with a single job is in no group.
         numbers: the numbers of the jobs that the worker trains.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]

@@ -74,10 +74,10 @@ class RowWriter:
     ) -> Row:
         """Return the row of an aggregation that was just made; scores are still missing.
 
-        replicas: the replicas of the run, after the aggregation.
-        aggregation: the plan of the aggregation, with its virtual time, traffic and jobs.
-        updates: the updates that were aggregated.
-        failures: the jobs that failed.
+        replicas: the replicas after the aggregation.
+        aggregation: the plan of the aggregation.
+        updates: the aggregated updates.
+        failures: the failed jobs.
         store_bytes: the bytes in the object store when all updates had arrived.
         """
         staleness = aggregation.staleness
@@ -142,9 +142,8 @@ class RowWriter:
     def _busy(self) -> Row:
         """Return columns with the share of wall time in which workers worked since the last row.
 
-        The columns are the mean over workers, and the share of the worker that worked least. The
-        time of a call is added when the call is answered. If workers report how busy their GPUs
-        are, a third column has the mean of these shares.
+        The columns are the mean over workers and the smallest share. If workers report how busy
+        their GPUs are, the mean of these shares is a third column.
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)

@@ -21,12 +21,11 @@ _FEW = 64  # up to this many clients are added or removed one by one
 class IdleClients:
     """The clients of `members` that are available and idle, as a sorted array.
 
-    The array depends only on the current time and the busy clients. It can be made again at any
-    time, so checkpoints do not contain it.
-    presence: the availability of the clients.
+    Checkpoints need not contain the array, because it depends only on the time and the busy
+    clients.
     members: the clients to consider, ascending.
-    busy: the clients that are busy; the caller updates this collection.
-    now: the current virtual time in seconds.
+    busy: the busy clients; the caller updates this collection.
+    now: the virtual time in seconds.
     """
 
     def __init__(

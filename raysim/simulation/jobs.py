@@ -1,7 +1,7 @@
 """The jobs of a run with their states, from the plan to their end.
 
-The planner is ahead of the training, so the end of a job is known soon after its dispatch. Only
-jobs whose updates will be aggregated are sent to workers.
+The plan says soon after a job's dispatch how the job will end. Only jobs whose updates will be
+aggregated are sent to workers.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT)
 class JobRow:
     """A planned job, its state, and the aggregation that will use its update.
 
-    aggregation: the number of the aggregation that will use the update. The run's first aggregation
-    has the number 0. The value -1 means that the aggregation is not known yet, or that no
-    aggregation will use the update.
+    aggregation: the number of this aggregation; 0 is the run's first aggregation. -1 means that the
+    aggregation is not known yet, or that no aggregation will use the update.
     """
 
     job: Job
@@ -63,12 +62,8 @@ class JobRow:
 class JobTable:
     """The planned jobs that have not ended, and the planned aggregations.
 
-    planner: the object that plans the aggregations.
-    replicas: the models of the server.
-    versions: the published versions. A version is kept as long as a job that starts from it has the
+    versions: the published versions. A version is kept while a job that starts from it has the
     state DISPATCHED or IN_FLIGHT.
-    dispatcher: the object that sends jobs to workers.
-    settings: the settings of the run.
     """
 
     def __init__(
@@ -99,8 +94,7 @@ class JobTable:
     def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
         """Return the jobs of a planned aggregation, in the order in which they are aggregated.
 
-        Some fields of a job, such as its weight, get their values when the coordinator dispatches
-        the job. If a job is only planned so far, these fields have default values.
+        Until a job is dispatched, some of its fields, such as `weight`, have default values.
         """
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
@@ -108,9 +102,8 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
-        Also plan further aggregations, until it is known for every dispatched job whether its
-        update will be aggregated. At most `MAX_PLANNED_AGGREGATIONS` are planned ahead. No further
-        aggregation is planned if the plan depends on the updates of the returned aggregation.
+        Then plan up to `MAX_PLANNED_AGGREGATIONS` ahead, until the end of every dispatched job is
+        known. Skip this if the plan depends on the updates of the returned aggregation.
         Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:
@@ -192,8 +185,7 @@ class JobTable:
     def _dispatch(self, aggregation: PlannedAggregation) -> None:
         """Dispatch the jobs that are planned to be dispatched before an aggregation.
 
-        The base versions of these jobs exist now. Each job also gets the fields that the planner
-        cannot know, such as its weight.
+        Set the fields of these jobs that the planner cannot know, such as `weight`.
         aggregation: the next aggregation that the server makes.
         """
         replicas = self._replicas
@@ -223,9 +215,7 @@ class JobTable:
     ) -> tuple[JobRecord, ...]:
         """Remove the ended jobs of an aggregation from this table; return a record of each job.
 
-        The ended jobs are the jobs in `aggregation.aggregated`, `aggregation.lost` and
-        `aggregation.discarded`.
-        aggregation: the aggregation that the server has made, as it was planned.
+        The ended jobs are the aggregated, lost and discarded jobs of `aggregation`.
         updates: an update or a failure for each job in `aggregation.aggregated`, in the same order.
         """
         self._aggregations.popleft()
@@ -267,9 +257,8 @@ class JobTable:
     def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
         """Continue from a checkpoint; the planner must already be restored.
 
-        Jobs that were in flight get the state "dispatched". `resume` lets workers train them again.
-        aggregations: the planned aggregations in the checkpoint.
-        rows: the jobs in the checkpoint, with their states.
+        Jobs that were in flight get the state DISPATCHED. `resume` lets workers train them again.
+        aggregations, rows: the planned aggregations and the jobs in the checkpoint.
         """
         self._aggregations.extend(aggregations)
         for row in rows:

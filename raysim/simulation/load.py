@@ -1,7 +1,7 @@
 """Compute the load of a job: the samples to process, and the floats that its client exchanges.
 
-The load is known when a job is dispatched. It depends on the settings, the methods and the sizes of
-tensors, and never on the result of the job.
+The load is known at the dispatch of the job. It depends on the settings, the methods and the sizes
+of tensors.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class VaryingTensors:
         """Return by how many floats an update is larger than planned; negative if it is smaller.
 
         Only the tensors in `planned` are counted.
-        floats_of: function that returns the size in floats of a tensor that the client received
-        with the update's base version. Its argument is the tensor's full name, "method.name".
+        floats_of: returns the size in floats of a tensor that the client received with the base
+        version. The argument is the full name, "method.name".
         """
         planned = sum(self.uploaded.values())
         if update.version:
@@ -150,9 +150,9 @@ class Loads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job: samples to process, floats received and sent.
 
-        version: the version from which the job starts; 0 for an estimate before the run.
-        earlier: the number of the client's earlier jobs.
-        accepted: the number of these jobs that were aggregated.
+        version: the base version of the job; 0 for an estimate before the run.
+        earlier, accepted: the number of the client's earlier jobs, and of those that were
+        aggregated.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -210,10 +210,8 @@ class StepMessages:
     def saved(self, client: int, version: int) -> int:
         """Return by how many floats compressed changes make a client's next download smaller.
 
-        The client receives the changes of all versions since the base version of its last job. The
-        result is 0 if the client receives all parameters instead.
-        Use this function once for each job, because it also records that the client now has
-        `version`.
+        The result is 0 if the client receives all parameters. Call this once for each job, because
+        it also records that the client has `version`.
         version: the base version of the client's next job.
         """
         previous = self.received.item(client)
@@ -224,11 +222,10 @@ class StepMessages:
 
 
 class PeerLoads:
-    """A callable that computes the `Load` of a job if every client has its own replica.
+    """A callable that computes the `Load` of a job if clients exchange replicas without a server.
 
-    Such clients exchange replicas with each other and not with a server.
     loads: computes the load of a job in a run with a server.
-    network: the topology. It says when clients exchange, and how many floats each client exchanges.
+    network: says when clients exchange, and how many floats each client exchanges.
     model: the number of floats of a replica.
     """
 
@@ -240,9 +237,9 @@ class PeerLoads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job: samples to process, floats received and sent.
 
-        version: the version from which the job starts; 0 for an estimate before the run.
-        earlier: the number of the client's earlier jobs.
-        accepted: the number of these jobs that were aggregated.
+        version: the base version of the job; 0 for an estimate before the run.
+        earlier, accepted: the number of the client's earlier jobs, and of those that were
+        aggregated.
         """
         load = self._loads(client, version, earlier, accepted)
         exchanges = (version + 1) % self._every == 0
@@ -270,9 +267,9 @@ class ChoiceLoads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job: samples to process, floats received and sent.
 
-        version: the version from which the job starts; 0 for an estimate before the run.
-        earlier: the number of the client's earlier jobs.
-        accepted: the number of these jobs that were aggregated.
+        version: the base version of the job; 0 for an estimate before the run.
+        earlier, accepted: the number of the client's earlier jobs, and of those that were
+        aggregated.
         """
         load = self._loads(client, version, earlier, accepted)
         passes = FORWARD * self._replicas * self._counts.item(client)
