@@ -324,8 +324,8 @@ def proxy_means(
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
     """Raise ValueError if a public set does not fit the data on which the run trains.
 
-    The inputs must have the same shape. `proxy.mean` and `proxy.std` must have one value, or one
-    for each channel; None is allowed.
+    The set's inputs must have the shape of the run's inputs. `proxy.mean` and `proxy.std` must have
+    one value, or one for each channel; None is allowed.
     """
     shape, (channels, *size) = dataset.shape, run.task.shape
     advice = "Set method.fedbr.pseudo=rsm."

@@ -30,8 +30,7 @@ class ResNet(ModelRecipe):
     groups: the number of groups of group normalisation.
     stem: the first layers; "small" (3x3 convolution, stride 1, no pool) is for 32x32 images,
     "imagenet" for large images.
-    pretrained: True loads or downloads torchvision's IMAGENET1K_V1 weights; the head gets random
-    weights.
+    pretrained: True loads or downloads torchvision's IMAGENET1K_V1 weights, except for the head.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

@@ -33,8 +33,7 @@ def _notice(number: int, frame: Any) -> None:
 def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
     """Return a hook for `sys.unraisablehook` that raises a lost Ctrl-C again.
 
-    Python calls the hook for errors in code that cannot raise errors. If the error is a Ctrl-C, the
-    hook sends the signal again.
+    A Ctrl-C is lost in code that cannot raise errors. The hook then sends the signal again.
     usual: the previous hook, which handles all other errors.
     """
 

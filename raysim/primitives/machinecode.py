@@ -59,8 +59,8 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 def digest(function: Callable[..., Any], options: object) -> str:
     """Return a checksum of a function's code, and of plain module-level values that it uses.
 
-    Plain values are numbers, texts, tuples, bools and None. If the function contains another
-    function, processes compute different checksums.
+    Plain values are numbers, texts, tuples, bools and None. All processes compute the same
+    checksum, unless the function contains another function.
     options: numba's options for the compilation.
     """
     code: Any = function.__code__

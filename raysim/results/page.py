@@ -95,7 +95,7 @@ class ReportSection:
     text: a paragraph below the heading `title`.
     columns: the table.
     picture: PNGs for a light and a dark page; None without a picture.
-    notes: sentences at the end of the section.
+    notes: sentences at the end.
     """
 
     title: str
@@ -466,8 +466,8 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
-    The table names up to `LOWEST_USERS` clients of each group's first run, and their users
-    (persons). Return [] if no first run has users and scores.
+    The table has up to `LOWEST_USERS` clients of each group's first run, with the names of their
+    users. Return [] if no first run has users and scores.
     factor: 100 shows scores in percent, 1 shows them unchanged.
     """
     labels: list[str] = []

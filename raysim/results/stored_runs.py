@@ -52,8 +52,8 @@ class Run:
 def is_result_file(name: str) -> bool:
     """Return True for a file that belongs to a run's results.
 
-    Files of checkpoints are no results. Locks and unfinished files, with a dot at the start of the
-    file's or a folder's name, are no results either.
+    Files of checkpoints are no results. Locks and unfinished files are no results either: a part of
+    the path starts with a dot.
     name: the file's path inside a folder of runs.
     """
     *folders, _ = parts = PurePosixPath(name).parts
@@ -180,8 +180,8 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    If the configuration, of an older version, has no options, guess from the group's settings.
-    Without such settings, return "fedavg" for the group "method", else `MISSING`.
+    If a configuration of an older version has no options, guess from the group's settings. Without
+    such settings, return "fedavg" for the group "method", else `MISSING`.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)

@@ -75,7 +75,6 @@ def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
 
     The columns are the traffic to the clients and the traffic to the replica, until the replica's
     last aggregation. A replica without an aggregation has 0.
-    rows: the history.
     """
     megabytes = np.zeros((replicas, 2))
     for row in rows:

@@ -138,9 +138,7 @@ class StoredTracker:
         """Write the record of a run that begins or continues, and collect its unsent rows.
 
         config, tags: the parameters and the tags that MLflow shows.
-        rows: the history so far.
         parent: the folder of the study or sweep; None for a single run.
-        data: name, digest and other facts of the data set.
         sender: what sends the run to MLflow: "run" (the run's process) or "ui" (`raysim ui`).
         """
         self._record.update(read_record(self._folder))

@@ -177,7 +177,7 @@ def _times(available: float, amount: float) -> int:
 def worker_capacity(
     nodes: Sequence[Resources], per_worker: Resources, strategy: str = "PACK"
 ) -> int | None:
-    """Return how many workers fit on the empty nodes; None means any number.
+    """Return how many workers fit on nodes that are empty; None means any number.
 
     nodes: the resources of each node.
     per_worker: the resources that a worker reserves.
@@ -219,7 +219,6 @@ def limit_by_memory(
     A node that declares no memory does not limit the number. With the strategy STRICT_PACK, all
     workers are on one node.
     size: the planned number of workers and the resources of each of them.
-    nodes: the resources of each node.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)

@@ -156,8 +156,7 @@ def _equal_load(work: float, loads: Sequence[float]) -> float:
     """Return the load that the least loaded workers have after they have shared some work.
 
     The work raises the smallest loads until they are equal. Workers with a higher load get no work.
-    work: the number of samples to share.
-    loads: the number of samples that each worker already has.
+    work, loads: the samples to share, and the samples that each worker already has.
     """
     ascending = sorted(loads)
     total = work

@@ -301,8 +301,8 @@ class WorkerCalls:
         It is impossible without another worker, or if an unanswered call needs values of the dead
         worker.
         cause: why the worker died.
-        many_died: True if many workers of its node died within a short time. False if this worker
-        died several times in a row.
+        many_died: True if many workers of the node died within a short time; False if only this
+        worker died, repeatedly.
         """
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]

@@ -89,7 +89,7 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 
 
 class ClusterState(NamedTuple):
-    """What the head of a cluster knows about the nodes, which Ray's identifiers name.
+    """What the head of a cluster knows about its nodes, which are named by Ray's identifiers.
 
     draining: the nodes that will leave, for example spot instances after their notice.
     free: for each node, the resources that are not reserved.
@@ -204,7 +204,7 @@ class NodeWatch:
         """Return the unreserved resources of a node, as amounts by name; {} if unknown.
 
         Also return {} while a task, an actor or a placement group of the cluster waits for
-        resources, because Ray may give it those of this node.
+        resources, because Ray may use those of this node.
         """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})
