@@ -610,9 +610,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, in order. A function of the job's plan returns a list with
-        the stages of each step. A list with fewer steps than the job is repeated.
-        At most one stage of a step has the task loss.
+        stages: the stages of every step, in order; or a function of the job's plan. The function
+        returns a list with the stages of each step. A list with fewer steps than the job is
+        repeated. At most one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
