@@ -24,8 +24,7 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
     """Write digits of `width` bits one after another into words of 32 bits, lowest bit first.
 
     digits: [n], each below 2^width.
-    words: uint32, the array to fill. Its length is the number of words that n digits need: n times
-    `width`, divided by 32 and rounded up.
+    words: the array to fill, uint32 [n * width / 32, rounded up].
     """
     pending, filled, place = np.uint64(0), 0, 0
     for digit in digits:
@@ -43,10 +42,9 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 def _fold(unpacked: np.ndarray, width: int, packed: np.ndarray) -> None:
     """Pack groups of 8 digits: from a byte for each digit to `width` bits for each digit.
 
-    unpacked: uint64 [n], 8 digits in each entry: each byte is a digit below 2^width.
-    width: the number of bits of a packed digit: 1, 2 or 4.
-    packed: the array to fill, [n], unsigned integers of 8 * width bits. Entry i gets the 8 digits
-    of `unpacked[i]`.
+    unpacked: uint64 [n]; each of the 8 bytes of an entry is a digit below 2^width.
+    width: 1, 2 or 4.
+    packed: the array to fill, [n], unsigned integers of 8 * width bits.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -81,9 +79,9 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
     """Unpack groups of 8 digits: from `width` bits for each digit to a byte for each digit.
 
-    packed: [n], the array that `_fold` filled, with 8 digits in each entry.
-    width: the number of bits of a packed digit: 1, 2 or 4.
-    unpacked: the array to fill, uint64 [n]. The 8 bytes of entry i get the 8 digits of `packed[i]`.
+    packed: [n], from `_fold`.
+    width: 1, 2 or 4.
+    unpacked: the array to fill, uint64 [n]; each of the 8 bytes of an entry gets a digit.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -105,12 +103,10 @@ def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
 
 
 def pack(digits: np.ndarray, width: int) -> np.ndarray:
-    """Pack digits into words of 32 bits; return the words, uint32.
+    """Pack digits of `width` bits into words of 32 bits.
 
-    The length of the result is the number of words that n digits need: n times `width`, divided by
-    32 and rounded up.
     digits: [n], each below 2^width.
-    width: the number of bits of a digit.
+    Return uint32 [n * width / 32, rounded up].
     """
     if width in WHOLE:
         return _pad(digits, f"u{width // 8}", WORD_BITS // width).view(np.uint32)
@@ -177,12 +173,11 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
 
 
 def _find_set_bits(words: np.ndarray, positions: np.ndarray) -> None:
-    """Fill the array `positions` with the positions of all bits that are 1, in ascending order.
+    """Fill `positions` with the positions of all bits that are 1, in ascending order.
 
-    Position 0 is the lowest bit of the first word.
-    words: uint32, the words to search.
-    positions: the array to fill. If the array is too short for all positions, only the lowest
+    Position 0 is the lowest bit of the first word. If `positions` is too short, only the lowest
     positions are written.
+    words: uint32, the words to search.
     """
     count, room = 0, len(positions)
     for word in range(len(words)):

@@ -71,9 +71,9 @@ def _multiply(basis: np.ndarray, query: np.ndarray, matrix: np.ndarray) -> None:
 class _Piece(NamedTuple):
     """A range of the vector: a matrix, or entries that are sent unchanged.
 
-    start, stop: the first position of the range, and the position after the last one.
+    start, stop: the first position, and the position after the last one.
     rows, columns: the size of the matrix.
-    rank: the rank r of the matrices P and Q; 0 for entries that are sent unchanged.
+    rank: the rank of the matrices P and Q; 0 for unchanged entries.
     """
 
     start: int
@@ -146,8 +146,8 @@ class PowerSGD(Compressor):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the message: P and Q of each matrix, and the entries that are sent unchanged.
 
-        Matrices and unchanged entries come in the order of the layout.
-        values: float32 [layout.trained], the vector to send.
+        All come in the order of the layout.
+        values: float32 [layout.trained].
         key: not used, because nothing is random.
         kept: the Q of all matrices from the sender's last message, or the result of `initial`.
         """
@@ -210,9 +210,8 @@ class PowerSGD(Compressor):
     ) -> Exchange:
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The results are the message, the vector that the receiver gets, and the sender's next
-        error-feedback memory. The arguments are those of `Compressor.exchange`. For speed, the
-        vector is processed in ranges that fit into the CPU's cache.
+        The arguments are those of `Compressor.exchange`. For speed, the vector is processed in
+        ranges that fit into the CPU's cache.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -246,8 +245,8 @@ class PowerSGD(Compressor):
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
         """Yield the content of a message for each piece of the vector, in the order of the layout.
 
-        A piece is a matrix, or a range of entries that are sent unchanged. For a matrix, yield
-        (piece, P, Q). For unchanged entries, yield (piece, entries, an empty tensor).
+        For a matrix, this is (piece, P, Q). For entries that are sent unchanged, it is (piece,
+        entries, an empty tensor).
         """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0

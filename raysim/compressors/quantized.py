@@ -138,16 +138,15 @@ def _restore(
 def _sum_squares(values: np.ndarray, starts: np.ndarray, squares: np.ndarray) -> None:
     """Write the sum of squares of each bucket's values.
 
-    Each sum is computed as four partial sums, because the CPU can make additions to different sums
-    at the same time.
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    squares: float64 [buckets], the array to fill.
+    squares: the array to fill, float64 [buckets].
     """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
         whole = len(part) // 4
         fours = part[: 4 * whole].reshape(whole, 4)
+        # four partial sums, because the CPU can make additions to different sums at the same time
         squares_0, squares_1, squares_2, squares_3 = 0.0, 0.0, 0.0, 0.0
         for place in range(whole):
             four = fours[place]
@@ -208,7 +207,7 @@ def _sum_powers(
 class _Quantizer(Compressor):
     """A compressor that sends a scale for each bucket of entries and a level for each entry.
 
-    A bucket is a range of consecutive entries of the vector, which share a scale.
+    A bucket is a range of consecutive entries of the vector.
     levels: the number of levels above 0; an entry is sent as a level and a sign.
     """
 
@@ -347,9 +346,8 @@ class QSGD(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), by which decoded values are multiplied under error feedback.
 
-        For buckets of b entries and s levels, omega is min(b / s^2, sqrt(b) / s). This is the bound
-        of Lemma 3.1: the variance of the decoded vector is at most omega * |v|^2 for every vector
-        v.
+        Here omega = min(b / s^2, sqrt(b) / s), with b entries in a bucket and s levels. By Lemma
+        3.1, a vector v is decoded with a variance of at most omega * |v|^2.
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -382,8 +380,7 @@ class TernGrad(_Quantizer):
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the largest absolute value of each tensor, after clipping: float32 [tensors].
 
-        values: float32 [layout.trained], the vector to send, which contains the tensors one after
-        another.
+        values: float32 [layout.trained], all tensors one after another.
         starts: int64 [tensors + 1]; tensor i has the entries from starts[i] to starts[i + 1] - 1.
         """
         sums, largest = np.empty((len(starts) - 1, 2)), np.empty(len(starts) - 1)
@@ -400,8 +397,8 @@ class TernGrad(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 2 / (1 + sqrt(b)), by which decoded values are multiplied under error feedback.
 
-        b is the number of entries of the largest tensor. For every vector v, the mean of |C(v)|^2
-        is at most |v|^2 * (1 + sqrt(b)) / 2, where C(v) is the decoded vector.
+        b is the number of entries of the largest tensor. The mean of the decoded vector's squared
+        norm is at most (1 + sqrt(b)) / 2 times that of the sent vector.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

@@ -41,9 +41,8 @@ def _count_beyond(values: np.ndarray, bound: float) -> int:
 class _Partwise(Compressor):
     """A base class of compressors that encode a vector part by part.
 
-    A part is a range of consecutive entries of the vector. It is encoded without the entries of the
-    other parts.
-    A subclass overrides `words`, `slots`, `encode_part` and `decode_part`.
+    A part is a range of consecutive entries, which is encoded without knowledge of other parts. A
+    subclass overrides `words`, `slots`, `encode_part` and `decode_part`.
     """
 
     block = 2  # parts start at multiples of this number of entries
@@ -62,16 +61,16 @@ class _Partwise(Compressor):
 
         values: the entries of the part, float32.
         part: the positions of these entries in the vector.
-        slots: the arrays in the message to write into, as the method `slots` returned them.
+        slots: the arrays of the message, from the method `slots`.
         """
         raise NotImplementedError
 
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Decode the entries of a part from the message.
 
-        out: the tensor to fill with the decoded entries, float32 [entries of the part].
+        out: the tensor to fill, float32 [entries of the part].
         part: the positions of these entries in the vector.
-        slots: the arrays in the message to read, as the method `slots` returned them.
+        slots: the arrays of the message, from the method `slots`.
         """
         raise NotImplementedError
 
@@ -83,9 +82,7 @@ class _Partwise(Compressor):
         """Return the message with the encoded entries, uint32 [words].
 
         values: the entries of the vector.
-        layout: the layout of the vector.
-        key: not used, because this compressor draws no random numbers.
-        kept: not used; it is only for compressors that override `Compressor.keep`.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         message = np.zeros(self.words(layout), np.uint32)
         slots = self.slots(message, layout)
@@ -144,20 +141,17 @@ class Float16(_Partwise):
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
         """Return a tuple with one array: the message as floats of 16 bits.
 
-        Item i of the array is entry i of the vector. The array is a view of the message: a change
-        of the array changes the message.
-        message: the message, uint32 [words].
-        layout: the layout of the vector.
+        Item i is entry i of the vector. A change of the array changes the message.
+        message: uint32 [words].
         """
         return (message.view(np.float16),)
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Round the entries of a part to floats of 16 bits, and write them into the message.
 
-        values: the entries of the part, float32. Values beyond -65504 and 65504 are clipped to
-        these bounds.
+        values: the entries of the part, float32; they are clipped to ±65504.
         part: the positions of these entries in the vector.
-        slots: a tuple with one array, which is the message as floats of 16 bits.
+        slots: the result of the method `slots`.
         """
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
@@ -166,9 +160,9 @@ class Float16(_Partwise):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Copy the entries of a part from the message.
 
-        out: the tensor to fill with these entries, float32.
+        out: the tensor to fill, float32.
         part: the positions of these entries in the vector.
-        slots: a tuple with one array, which is the message as floats of 16 bits.
+        slots: the result of the method `slots`.
         """
         out.copy_(torch.from_numpy(slots[0][part]))
 
@@ -247,11 +241,11 @@ def _decode_floats(
 ) -> None:
     """Multiply floats of the format E4M3 by the scale of their block.
 
-    codes: uint8 [entries], the bits of the floats.
+    codes: the bits of the floats, uint8 [entries].
     block: the number of entries in a block.
     scales: float32 [blocks].
-    out: float32 [entries], the array to fill.
-    bits: the same memory as `out`, as int32 [entries].
+    out: the array to fill, float32 [entries].
+    bits: the memory of `out` as int32 [entries].
     """
     for place in range(len(scales)):
         first = place * block
@@ -301,10 +295,9 @@ class Blocks(_Partwise):
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
         """Return the arrays of a message: the blocks' scales and the 8 bits of each entry.
 
-        The scales are float32 [blocks]; the bits are uint8 [entries]. Both are views of the
-        message: a change of them changes the message.
-        message: the message, uint32 [words].
-        layout: the layout of the vector.
+        The scales are float32 [blocks]; the bits are uint8 [entries]. A change of these arrays
+        changes the message.
+        message: uint32 [words].
         """
         blocks = self.blocks(layout)
         return message[:blocks].view(np.float32), message[blocks:].view(np.uint8)
@@ -341,10 +334,9 @@ class Blocks(_Partwise):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Decode a part of the vector: multiply each number of 8 bits by the scale of its block.
 
-        out: the tensor to fill with the decoded entries, float32 [entries of the part].
+        out: the tensor to fill, float32 [entries of the part].
         part: the positions of the part in the vector.
-        slots: two arrays for the whole vector, which the method `slots` returned: the scales,
-        float32 [blocks], and the 8 bits of each entry, uint8 [entries].
+        slots: the scales and numbers of all blocks, from the method `slots`.
         """
         codes, scales, array = slots[1][part], self._scales(part, slots[0]), out.numpy()
         if self.dtype.is_floating_point:

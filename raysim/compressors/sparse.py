@@ -93,10 +93,9 @@ def largest_entries(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the `count` entries of the difference `values - memory` with largest absolute values.
 
-    Return their positions, which are ascending, and these entries of the difference. If two
-    absolute values are equal, the entry with the lower position is taken.
+    Return the ascending positions and the values of these entries. Of entries with equal absolute
+    values, take the one with the lower position.
     values: float32 [d], finite.
-    count: the number of entries to find.
     memory: float32 [d], finite; an empty array stands for zeros.
     """
     candidates = _candidates(values, count, memory)
@@ -293,7 +292,7 @@ class RandK(_Sparse):
     def contraction(self, layout: Layout) -> float:
         """Return k / d, by which decoded values are multiplied under error feedback.
 
-        A message has k of the d entries, and `decode` multiplies them by d / k. The factor k / d
-        turns them back into the original entries.
+        A message has k of the d entries, which `decode` multiplies by d / k. The factor restores
+        the original entries.
         """
         return self.count(layout) / layout.trained

@@ -37,10 +37,9 @@ def check_workers(
 ) -> None:
     """Check that a run has the same bits and history on one worker and on several.
 
-    make: function that returns the run. Each call makes new method objects.
-    schedule: the schedule of the run.
-    fleet: the fleet of the run; None uses `Lognormal`.
-    runtime: the runtime with several workers; None uses two workers in this process.
+    make: returns the run, with new method objects at each call.
+    fleet: None uses `Lognormal`.
+    runtime: a runtime with several workers; None uses two workers in this process.
     """
     single = run(make(), schedule, fleet)
     several = run_to_end(

@@ -55,11 +55,9 @@ def check_initial(make: Make) -> None:
 def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
     """Return the initial parameters of a new copy of the learner: a dictionary of arrays by name.
 
-    If the parameters are bytes, the result is one array with the name "bytes".
-    make: function that returns the description of a run. Each description has a new copy of the
-    learner.
-    global_seed: the seed of the global random generators of Python and NumPy. It is set before the
-    learner is copied.
+    Parameters that are bytes become one array with the name "bytes".
+    make: returns the description of a run, with a new copy of the learner at each call.
+    global_seed: the seed of the global random generators of Python and NumPy.
     """
     random.seed(global_seed)
     np.random.seed(global_seed)  # noqa: NPY002

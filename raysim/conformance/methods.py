@@ -78,8 +78,7 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 def check_arguments(method: Method) -> None:
     """Check that the method has a name, and that no argument has the same name as a hook.
 
-    The arguments are those of the method's constructor. The constructor stores each of them as an
-    attribute of the same name, so such an argument would replace the hook.
+    The constructor stores each argument as an attribute, which would replace the hook.
     """
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}
@@ -127,10 +126,8 @@ def check_messages(
 ) -> WatchedRun:
     """Check that messages contain what methods declare and no client state; return the run.
 
-    The run has five rounds.
-    make: function that returns the run. Each call makes new method objects.
-    schedule: the schedule of the run.
-    fleet: the fleet of the run; None uses `Lognormal`.
+    make: returns the run, with new method objects at each call. The run has five rounds.
+    fleet: None uses `Lognormal`.
     settings: other settings to change in the run; `runs.with_settings` lists them.
     """
     seen = _watch(make, schedule, fleet, **settings)
@@ -174,8 +171,8 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    Check also that the name of each upload begins with the name of a method, such as "scaffold.",
-    and that all updates have the same uploads.
+    Check also that the name of each upload begins with a method's name and a dot, and that all
+    updates have the same uploads.
     seen: the run and its recorded messages.
     names: the names of the run's methods.
     """
@@ -226,9 +223,8 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 def _is_most_of(stored: bytes, update: bytes) -> bool:
     """Return True if an update begins with a client state that is more than half of the update.
 
-    Such a state is no secret. For a shorter state, return False: equal bytes may be a coincidence.
+    For a shorter state, return False, because equal bytes may be a coincidence.
     stored: the bytes of the client state.
-    update: the bytes of the update.
     """
     return update.startswith(stored) and 2 * len(stored) > len(update)
 
@@ -285,10 +281,8 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
     """Return an object that computes how many fewer floats a job receives due to compression.
 
-    With some methods, the server sends compressed changes from version to version in place of all
-    parameters. For each job, the object computes how many floats smaller the changes are than all
-    parameters. Return None if the server of the run does not compress changes.
-    coordinator: the coordinator of the run to check.
+    If the server compresses, it sends changes from version to version in place of all parameters.
+    Return None if the server does not compress changes.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

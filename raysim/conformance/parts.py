@@ -270,10 +270,8 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology, each as a description and a function.
 
-    topology: the topology, which replaces `study.topology` in all checks.
-    study: describes the tiny run for the checks (`raysim.conformance.Study`). If `study.schedules`
-    has its default value, the checks replace it. They use a synchronous and a buffered schedule,
-    each with at most two jobs in flight.
+    study: describes the tiny run for the checks. The topology replaces `study.topology`. Default
+    values of `study.schedules` are replaced by schedules with at most two jobs in flight.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:

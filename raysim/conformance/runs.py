@@ -67,8 +67,7 @@ def tiny_data(clients: int = 6, samples: int = 150) -> FederatedData:
     """Return a small data set: images of 8 x 8 pixels in 5 classes.
 
     clients: the number of clients, which have unequal numbers of samples.
-    samples: the number of training samples of all clients together. There are 20 more samples in
-    the central test set.
+    samples: the number of all training samples. The central test set has 20 samples.
     """
     source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
     return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)
@@ -84,11 +83,9 @@ def run_spec(
 ) -> RunSpec:
     """Return a tiny run: 3 rounds, without checkpoints.
 
-    methods: the methods of the run.
-    model, local, data, seed: the model, the settings of local training, the data (None for
-    `tiny_data`) and the seed.
-    others: other fields of `RunSpec`, such as `selection`. Use `with_settings` to change rounds,
-    checkpoints and other fields of `RunSettings`.
+    data: None uses `tiny_data`.
+    others: other fields of `RunSpec`, such as `selection`. Use `with_settings` to change fields of
+    `RunSettings`, such as the number of rounds.
     """
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
     return RunSpec(model, methods, data or tiny_data(), settings, **others)
@@ -104,9 +101,8 @@ def with_settings(
 ) -> RunSpec:
     """Return the same run with other settings.
 
-    checkpoint_every: the setting `checkpoint.every`; None does not change it.
-    tolerate: the setting `faults.tolerate`; None does not change it.
-    state_budget: the setting `state.budget` in bytes instead of GiB; inf does not change it.
+    checkpoint_every, tolerate: `checkpoint.every` and `faults.tolerate`; None changes nothing.
+    state_budget: `state.budget` in bytes instead of GiB; inf changes nothing.
     settings: new values for other fields of `RunSettings`, such as rounds=3.
     """
     if checkpoint_every is not None:
@@ -157,8 +153,8 @@ class FinishedRun:
     def in_flight(self) -> set[int]:
         """The numbers of the dispatched jobs that had no outcome yet at the run's end.
 
-        An outcome is: aggregated, lost, discarded or failed. Some of the jobs without an outcome
-        are still in flight. All others have finished too late for the last aggregation.
+        An outcome is: aggregated, lost, discarded or failed. The jobs are in flight, or finished
+        too late for the last aggregation.
         """
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}
@@ -249,11 +245,9 @@ def run(
 ) -> FinishedRun:
     """Execute a run in this process to its end, and return the finished run.
 
-    spec: the run.
-    schedule: the schedule of the run.
-    fleet: the fleet of the run; None uses `Lognormal`.
+    fleet: None uses `Lognormal`.
     settings: `runtime`, `folder` and `resume` are passed to `coordinate`. Any other name is a
-    setting of `spec` that gets a new value, such as rounds=3; `with_settings` lists these names.
+    setting of `spec` that gets a new value, such as rounds=3.
     """
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
@@ -278,12 +272,12 @@ class Spy(InProcess):
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a function of the worker; return a list of its results.
 
-        For the functions "train", "store_constants" and "contribute", also record the arguments or
-        results that the attributes of this class contain.
+        For "train", "store_constants" and "contribute", also record the arguments or results in the
+        attributes of this class.
         worker: the number of the worker.
         method: the name of the worker's function.
         args: the arguments of this function.
-        returns: the number of results that this function returns.
+        returns: the number of its results.
         """
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":

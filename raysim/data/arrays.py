@@ -220,9 +220,9 @@ def _read_half(
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
     """Return the inputs as one array, and a description of each input if samples have several.
 
-    column: the inputs of all samples: an array, a tensor, a list or a pandas frame. If samples have
-    several inputs, it is a dictionary or a tuple with an array for each input.
-    place: the name of the inputs in errors, such as "data: the inputs for train".
+    column: the inputs of all samples: an array, a tensor, a list or a pandas frame. Samples with
+    several inputs have a dictionary or a tuple with an array for each input.
+    place: the name of the inputs in errors.
     """
     if isinstance(column, Mapping):
         arrays = {str(key): plain_array(part, f"{place}, {key}") for key, part in column.items()}
@@ -360,9 +360,9 @@ def _concatenate(
 ) -> NDArray[Any] | LabelLists:
     """Join the values of one column in the training data and in the test data.
 
-    parts: the column of the training data, then the column of the test data if there are any. Each
-    is an array, or a list with the labels of each sample.
-    name: the name of the column in errors: "inputs", "labels" or "users".
+    parts: the column of the training data, then that of the test data if there are any. Each is an
+    array, or a list with the labels of each sample.
+    name: the name of the column in errors.
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if not arrays:

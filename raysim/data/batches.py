@@ -45,8 +45,8 @@ class Pipeline:
     def normalise(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normalise inputs for the model; the result is on the same device and in `dtype`.
 
-        uint8 [..., c, h, w] (channels, height, width) becomes (x / 255 - mean) / std. float32 [B,
-        c, ...] becomes (x - mean) / std. Token numbers (int64) stay unchanged.
+        Images, uint8 [..., channels, height, width], become (x / 255 - mean) / std. Floats, float32
+        [B, channels, ...], become (x - mean) / std. Token numbers (int64) stay unchanged.
         """
         if inputs.dtype == torch.int64:
             return inputs
@@ -148,7 +148,6 @@ def _channel_constants(
 ) -> Tensor:
     """Return the values of all channels in a shape that fits a batch: [channels, 1, ..., 1].
 
-    values: the value of each channel.
-    inner_axes: the number of axes of the batch after the axis of channels, such as 2 for images.
+    inner_axes: the number of axes of the batch after the channels, such as 2 for images.
     """
     return torch.tensor(values, dtype=dtype, device=device).reshape(-1, *inner_axes * [1])

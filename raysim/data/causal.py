@@ -77,9 +77,9 @@ def byte_vocabulary() -> Vocabulary:
 def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Vocabulary:
     """Return a vocabulary of characters; token 0 ends a document.
 
-    letters: the characters in the order of their tokens: the first one is token 1.
+    letters: the characters of tokens 1, 2, 3 and so on.
     has_other: True adds a last token for all other characters; with False, `encode` raises
-    ValueError for other characters.
+    ValueError for them.
     """
     names = [END_NAME, *letters]
     token_of = {letter: token for token, letter in enumerate(names)}
@@ -130,10 +130,9 @@ def hugging_face_vocabulary(name: str) -> Vocabulary:
     """Return the vocabulary of a Hugging Face tokenizer.
 
     name: the tokenizer's folder, or its name on the hub.
-
-    A document ends with the tokenizer's end-of-text token, else with its separator token, else with
-    a new token.
-    Raise ValueError if there is no such tokenizer; the error names the key `data.tokenizer`.
+    A document ends with the tokenizer's end-of-text token, else its separator token, else a new
+    token.
+    Raise ValueError if there is no such tokenizer.
     """
     tokenizer = load_tokenizer(name)
     size = len(tokenizer)
@@ -199,11 +198,10 @@ def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
 class Document(NamedTuple):
     """A text as a sequence of tokens.
 
-    tokens: the tokens, int64 [tokens].
-    user: the name of the person or device to whom the document belongs; "" if there are no users.
+    tokens: int64 [tokens].
+    user: the person or device that has the document; "" if there are no users.
     is_test: True if the document is for testing.
-    prompt: the length of the prompt: no loss is computed for this number of tokens at the
-    beginning.
+    prompt: the number of tokens at the beginning for which no loss is computed.
     """
 
     tokens: Ints
@@ -284,8 +282,8 @@ def pack(
 def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
     """Join documents to a stream; return its tokens without the last token, and their labels.
 
-    The label of a token is the next token, or `IGNORED` if the next token is part of a prompt.
-    end: the token that stands in front of each document, and after the last document.
+    A token's label is the next token, or `IGNORED` if that is part of a prompt.
+    end: the token in front of each document and after the last one.
     """
     tokens, labels = [np.array([end])], []
     for document in documents:
@@ -384,12 +382,12 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 
 
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
-    """Return which documents are for testing: bool [count], a share of each user's documents.
+    """Return which documents are for testing, as bool [count].
 
-    The chosen documents are evenly spread over the documents of a user.
+    From each user, documents in equal distances are chosen.
     users: the user of each document; None if the documents have no users.
     count: the number of documents.
-    fraction: the share of documents that is for testing.
+    fraction: the share of each user's documents that is for testing.
     """
     groups = np.zeros(count, np.int64)
     if users is not None:
@@ -406,8 +404,8 @@ def _table_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of the documents and prompts in a table.
 
-    values: all documents and prompts. Each one is a text, or an array of token numbers.
-    settings: the settings of the documents, which name the tokenizer.
+    values: all documents and prompts, each a text or an array of token numbers.
+    settings: the settings of the documents, with the tokenizer.
     place: the name of the table in errors.
     """
     texts = [value for value in values if isinstance(value, str)]

@@ -1,8 +1,8 @@
-"""Change the colours of batches of images; each image has its own strength of the change.
+"""Change the colours of batches of images, with a strength for each image.
 
-Images are uint8 [B, 1 or 3, h, w], and strengths are float32 [B]. Results are rounded to integers
-from 0 to 255. Grey images have one channel or three equal channels. Changes of saturation and hue,
-and the conversion to grey, do not change them.
+Images are uint8 [B, 1 or 3, h, w], strengths float32 [B]. Results are rounded to integers from 0 to
+255. Grey images have one channel or three equal channels. Changes of saturation and hue leave them
+as they are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ LUMA = (19595, 38470, 7471)
 def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which every value is multiplied by the image's factor.
 
-    images: uint8 [B, 1 or 3, h, w]; they are not changed.
+    images: uint8 [B, 1 or 3, h, w], also the type of the result; products above 255 become 255.
     factors: float32 [B]; 1 changes nothing.
-    The result is rounded to uint8; products above 255 become 255.
     """
     return _to_levels(images * _per_image(factors))
 
@@ -28,8 +27,8 @@ def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which the contrast of each image is changed.
 
     The difference between a value and the image's mean brightness is multiplied by the image's
-    factor. The result is rounded to uint8, from 0 to 255.
-    images: uint8 [B, 1 or 3, h, w]; they are not changed.
+    factor.
+    images: uint8 [B, 1 or 3, h, w], also the type of the result.
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
     """
     # a sum of integers does not depend on their order
@@ -42,8 +41,7 @@ def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which the saturation of each image is changed.
 
     The difference between a channel and the pixel's brightness is multiplied by the image's factor.
-    The result is rounded to uint8, from 0 to 255.
-    images: uint8 [B, 1 or 3, h, w]; they are not changed.
+    images: uint8 [B, 1 or 3, h, w], also the type of the result.
     factors: float32 [B]; 0 makes an image grey, 1 changes nothing.
     """
     grey = luma(images)
@@ -53,10 +51,9 @@ def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
 def shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
     """Return a batch of images in which every pixel's hue is shifted on the colour circle.
 
-    Saturation and value stay the same. The result is rounded to uint8. Images with one channel are
-    returned unchanged.
-    images: uint8 [B, 1 or 3, h, w]; they are not changed.
-    shifts: float32 [B], the shift of each image as a share of the colour circle, from -1 to 1.
+    Images with one channel are returned unchanged.
+    images: uint8 [B, 1 or 3, h, w], also the type of the result.
+    shifts: float32 [B], the shift of each image as a share of the circle, from -1 to 1.
     """
     if images.shape[1] == 1:
         return images
@@ -70,7 +67,7 @@ def make_grey(images: Tensor, is_chosen: Tensor) -> Tensor:
 
     Every channel of a chosen image gets the pixel's brightness.
     images: uint8 [B, 1 or 3, h, w].
-    is_chosen: bool [B], True for each image to make grey.
+    is_chosen: bool [B].
     """
     return torch.where(_per_image(is_chosen), luma(images).to(torch.uint8), images)
 

@@ -36,10 +36,10 @@ INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
     """Return the column of a table that has a usual name; None if no column has one.
 
-    If several columns have usual names, return the column whose name comes first in `usual`. Upper
-    and lower case are not distinguished. The result has the table's spelling.
+    Of several such columns, return the one whose name comes first in `usual`. Upper and lower case
+    are not distinguished.
     names: the names of the table's columns.
-    usual: the usual names of a column for this purpose, in lower case, such as `LABEL_NAMES`.
+    usual: the usual names, in lower case, such as `LABEL_NAMES`.
     """
     by_lower_case = {name.lower(): name for name in reversed(names)}
     for name in usual:
@@ -143,8 +143,7 @@ def describe_origin(
     """Return a description of the columns that became inputs, labels and users, with types.
 
     types: the types of all columns, by name.
-    inputs, labels: the names of the columns.
-    user: the name of the column of users; None if there is none.
+    user: the column of users; None if there is none.
     unused: the columns that were left out.
     """
     return Origin(
@@ -169,7 +168,7 @@ def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str
 class TokenSettings:
     """The settings for turning sequences into rows of token numbers.
 
-    length: the largest number of tokens of a row; further tokens are left out.
+    length: the number of tokens after which a row is cut.
     padding: the number that fills short rows.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """
@@ -182,11 +181,10 @@ class TokenSettings:
 class InputRows(NamedTuple):
     """The inputs of all samples.
 
-    values: an array with a row for each sample.
-    tokens: the number of different tokens, and the token that fills up short rows; None if inputs
-    are not tokens.
-    fields: a description of each input, in the order in which a row of `values` contains them; ()
-    if a sample has only one input.
+    values: a row for each sample.
+    tokens: the number of different tokens, and the token that fills short rows; None without
+    tokens.
+    fields: a description of each input, in their order in a row; () if a sample has only one input.
     """
 
     values: NDArray[Any]
@@ -205,7 +203,7 @@ def read_input_rows(
 
     settings: how text and token numbers become rows.
     place: the name of the table in errors.
-    are_separate: `data.separate`; True makes each column an input with the column's name.
+    are_separate: True makes each column an input.
     """
     if not are_separate:
         return InputRows(*read_inputs(table, columns, settings, place))
@@ -337,7 +335,7 @@ def read_sequences(
     name: the column.
     key: the setting that names the column, for errors.
     place: the name of the table in errors.
-    Raise ValueError for a column of another type, and for missing values (null).
+    Raise ValueError for other types and for missing values.
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
@@ -387,7 +385,6 @@ def read_label_column(
 def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> list[dict[str, Any]]:
     """Return a dictionary for each row: the values of some columns, by the column's name.
 
-    columns: the names in `data.targets`.
     place: the name of the table in errors.
     Raise ValueError for columns that do not exist or have empty values.
     """
@@ -446,9 +443,8 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
 def group_values(
     table: pa.Table, name: str, place: str, key: str = "partition.column"
 ) -> NDArray[Any]:
-    """Return the values of a column that contains the domain or the user of each row.
+    """Return the values of the column with each row's domain or user, integers or texts.
 
-    The values are integers, or they are texts.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
     Raise ValueError if the column has empty values or another type.
@@ -471,10 +467,9 @@ def group_values(
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
     """Return True if the labels of two files have types that can be concatenated.
 
-    Lists cannot be concatenated with single values, and text cannot be concatenated with numbers.
-    one, other: the type of the column of labels in each file.
-    separate_floats: True if floats cannot be concatenated with integers, because integers are
-    classes.
+    Lists do not go with single values, and text does not go with numbers.
+    one, other: the type of each file's labels.
+    separate_floats: True if floats do not go with integers, because integers are classes.
     """
     if _is_list(one) != _is_list(other):
         return False
@@ -607,10 +602,9 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
     """Return a column of a table, without dictionary encoding and extension types.
 
     Decimal numbers become float64.
-    name: the column.
     key: the setting that names the column, for errors.
     place: the name of the table in errors.
-    Raise ValueError if the column is missing or cannot be read.
+    Raise ValueError if the column is missing or unreadable.
     """
     if name not in table.column_names:
         raise ValueError(

@@ -153,11 +153,11 @@ class Text(_Corpus):
 
 @dataclass(frozen=True)
 class PythonTopics(_Corpus):
-    """A source of text that needs no file: the help topics of Python, which `help()` shows.
+    """A source of text that needs no file: Python's help topics, which `help()` shows.
 
-    The topics are about 80 documents, with 500,000 characters of English and code. They come with
-    Python (`pydoc_data.topics`, PSF license), and differ between versions of Python. With
-    partition=natural, each topic is a client.
+    These are about 80 documents with 500,000 characters of English and code (`pydoc_data.topics`,
+    PSF license), which differ between versions of Python. With partition=natural, each topic is a
+    client.
     """
 
     def read(self) -> Raw:

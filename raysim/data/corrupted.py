@@ -88,9 +88,8 @@ def _fields(clean: Dataset) -> tuple[InputField, ...]:
 
 
 def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
-    """Return all labels; a share `ratio` of the training labels of each client becomes wrong.
+    """Return all labels; floor(ratio * n) of a client's n training labels become wrong.
 
-    Of a client's n training labels, floor(ratio * n) change.
     clean: the data without noise.
     train: the training rows of each client.
     seed: the seed of the run.

@@ -166,10 +166,8 @@ def clip_point(space: Space, point: Mapping[str, object]) -> Point:
     """Return the point with each value moved into the list or the interval of its key.
 
     A number outside of an interval becomes the nearest number of the interval. A value that is not
-    in a list becomes the first value of the list. Keys that `space` does not have keep their
+    in a list becomes the first value of the list. Keys without an entry in `space` keep their
     values.
-    space: the list or the interval of each searched key.
-    point: a value for each key.
     """
     clipped = dict(point)
     for key in space.keys() & point.keys():

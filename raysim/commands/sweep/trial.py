@@ -29,10 +29,9 @@ def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
 
 
 class Trial:
-    """The runs of one setting, one run for each seed, which advance together.
+    """The runs of one setting, which advance together and report their mean rows to Ray Tune.
 
-    The mean of the runs' rows is reported to Ray Tune.
-    runs: the runs, in the order of the seeds.
+    runs: a run for each seed.
     metric: the column of the history by which Ray Tune compares trials.
     """
 
@@ -45,9 +44,8 @@ class Trial:
     def advance(self) -> list[Row]:
         """Advance to the next round that measures the metric; return the rows since the last call.
 
-        A row is the mean over the seeds. When this function returns, the runs have written their
-        histories to the disk. Raise `RunStoppedError` if no round from here to the last one
-        measures the metric.
+        Rows are means over the seeds. They are in the runs' histories on the disk already. Raise
+        `RunStoppedError` if no further round measures the metric.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:

@@ -2,9 +2,9 @@
 
 Tune decides when a trial starts, stops, or continues from the checkpoint of another trial.
 
-If a sweep is continued, Tune gets all trials again. Trials that had ended report their stored
-results once more, so that the search algorithm and the scheduler know them. All other trials
-continue from their checkpoints.
+A continued sweep gives Tune all trials again. Trials that had ended report their stored results
+once more, so that the search algorithm and the scheduler know them. All other trials continue from
+their checkpoints.
 """
 
 from __future__ import annotations
@@ -103,9 +103,8 @@ class SweepTrial(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Use this process for another trial, or for this trial with other values.
 
-        The trial begins or continues at the next call of `step`.
         new_config: the dictionary that `_trial_config` made for the trial.
-        Return True, which tells Tune that the process can be used in this way.
+        Return True, which tells Tune that the process was reused.
         """
         os.chdir(_START_FOLDER)
         self.cleanup()
@@ -175,11 +174,10 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if this process may compute other bits than the sweep's.
+        """Raise `UnequalWorkersError` if this trial may compute other bits than the sweep process.
 
-        This process runs a trial, and another process runs the sweep. The function compares the
-        CPUs, the versions of libraries, the code and environment variables of the two processes.
-        With `runtime.mixed` set to true, it accepts all differences.
+        The CPUs, libraries, code and environment variables of the two processes are compared. With
+        `runtime.mixed=true`, all differences are accepted.
         """
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)
@@ -217,9 +215,8 @@ class SweepTrial(tune.Trainable):
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Prepare the runs of this trial to continue from a checkpoint of Tune.
 
-        If `save_checkpoint` of another trial made the checkpoint, its files replace those of this
-        trial's runs. If this trial made it, the runs continue from their own folders, and no file
-        changes.
+        The files of another trial's checkpoint replace those of this trial's runs. A checkpoint of
+        this trial changes no files.
         checkpoint_dir: the folder that `save_checkpoint` filled.
         """
         self.cleanup()
@@ -277,9 +274,8 @@ class Listener(tune.Callback):
     ) -> None:
         """Record a measurement or a failure of a trial.
 
-        In a continued sweep, a trial that had ended reports its stored measurements again. Such a
-        report has no key "rows" and is ignored, because its measurement is recorded already.
-        result: the report that `SweepTrial.step` returned.
+        result: the report of `SweepTrial.step`. A report without the key "rows" repeats a
+        measurement from before the sweep was continued, and is ignored.
         """
         number = _number(trial)
         if "error" in result:
@@ -475,10 +471,9 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 def _encode(space: Space, point: Point) -> dict[str, Any]:
     """Return the values with which Optuna stores a setting, by key.
 
-    If a key is searched in a list, Optuna stores the index of the value in the list. If it is
-    searched in an interval, Optuna stores the value.
-    space: the list or the interval of each searched key.
-    point: the setting, a value for each searched key.
+    For a key that is searched in a list, this is the index of the setting's value in the list. For
+    a key that is searched in an interval, it is the value.
+    point: the setting.
     """
     params = {}
     for key, values in space.items():

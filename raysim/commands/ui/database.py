@@ -45,7 +45,7 @@ WEIGHTS = "model.safetensors"
 def find_root(path: str) -> Path:
     """Return the folder that has the MLflow database for the runs in a folder.
 
-    path: a folder that contains runs, the folder of a study, or the folder of one run.
+    path: a folder with runs, or the folder of a study or of a run.
     Raise `RefusedError` if the folder has no runs that were stored for MLflow.
     """
     folder = user_path(path).resolve()
@@ -70,9 +70,8 @@ def find_root(path: str) -> Path:
 def _stored_folders(root: Path) -> Iterator[Path]:
     """Yield the folders whose results belong to the MLflow database of `root`.
 
-    If `root` is the folder of a study, yield this folder and the folders of the study's runs.
-    Otherwise yield the runs and sweeps in `root`, and the trials of these sweeps. Studies in `root`
-    are left out, because each study has a database of its own.
+    For the folder of a study, yield this folder and its runs. Otherwise yield the runs, the sweeps
+    and their trials in `root`. Studies are left out, because each has its own database.
     """
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
@@ -105,8 +104,8 @@ class RunDatabase:
     def update(self) -> int:
         """Send new rows and files of all runs to the MLflow database, but no models.
 
-        Return the number of runs that were sent: those whose files have changed since the last
-        call, unless all of the run is in the database already.
+        Return the number of runs whose files have changed since the last call and were not complete
+        in the database.
         """
         count = 0
         for folder in _stored_folders(self.root):
@@ -169,11 +168,8 @@ class RunDatabase:
     def _add_model(self, folder: Path, record: Record) -> None:
         """Store the final model of a finished run in the MLflow database.
 
-        For this, the run's model is built again and gets the stored parameters. The outcome is
-        written into the run's record: "sent", or why MLflow gets no model. If the run's folder was
-        removed, nothing is written.
-        folder: the run's folder.
-        record: the run's record, which says what MLflow already has of the run.
+        The run's model is built again and gets the stored parameters. The run's record then says
+        "sent", or why MLflow gets no model. If the run's folder was removed, write nothing.
         """
         from raysim.experiment.execute import load
         from raysim.results.shared_model import load_shared_model

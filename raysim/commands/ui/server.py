@@ -74,9 +74,8 @@ def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
 def update_database(path: str) -> int:
     """Send the runs in a folder and their models to this folder's MLflow database; return 0.
 
-    path: a folder that contains runs.
-    Raise `RefusedError` if `path` is the address of an MLflow server. Also raise it if no run in
-    the folder has stored data for MLflow; runs with tracking=none store no such data.
+    Raise `RefusedError` if `path` is the address of an MLflow server, or if no run has stored data
+    for MLflow (tracking=none stores none).
     """
     if path.startswith(("http://", "https://")):
         raise RefusedError(
