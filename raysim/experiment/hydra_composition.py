@@ -141,7 +141,6 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
 
     The result is cached: copy it before you change it.
     options: the chosen options, by group.
-    groups: all options and their files.
     folders: the user's own folders of options.
     """
     chosen = {group: list(names) for group, names in options}

@@ -110,7 +110,7 @@ def arguments(
 
     node: the arguments by name; `_target_` is ignored.
     path: the key of `node`, for errors.
-    later: names of arguments that may be missing.
+    later: arguments that may be missing.
     Raise `RefusedError` for unknown, missing and wrong arguments.
     """
     hints = _type_hints(cls)
@@ -189,9 +189,10 @@ def _add_path(message: str, path: str) -> str:
 def convert(value: Any, kind: Any, path: str) -> Any:
     """Convert a value of the configuration to a type, such as an integer to a float.
 
-    kind: a type annotation, such as `list[int]`. For a dataclass, a dictionary becomes an object.
+    A dictionary becomes an object if `kind` is a dataclass.
+    kind: a type annotation, such as `list[int]`.
     path: the key of the value, for errors.
-    Raise `RefusedError` for a value that does not fit the type.
+    Raise `RefusedError` for a wrong value.
     """
     origin = get_origin(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):

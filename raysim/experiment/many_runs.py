@@ -71,7 +71,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
 
     dated: what to do if the folder exists. True adds a number to the name; False raises
     `RefusedError`.
-    cleanup: removes the created folders later, if they are empty.
+    cleanup: later removes the created folders that are empty.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():

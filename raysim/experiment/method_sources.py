@@ -69,7 +69,6 @@ def read_module(module: str, constant: str) -> tuple[str, str]:
     """Return the docstring of a module of raysim, and the text that one of its variables holds.
 
     The module is not imported. Its file must assign the text as a literal.
-    module: the full name, such as "raysim.methods.fedavg".
     constant: the name of the variable.
     """
     path = _source_file(module)

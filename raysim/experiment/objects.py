@@ -235,8 +235,8 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
 def _needs_wrapper(place: str, part: object) -> bool:
     """Return True if raysim must wrap an object that the user gave.
 
-    Data in arrays or tables, lists of each client's rows, and PyTorch modules need a wrapper. So
-    does a class or function that makes a module.
+    Arrays and tables of data, lists of each client's rows, PyTorch modules, and functions that make
+    modules need a wrapper.
     place: the group of the object, such as "data".
     """
     if place == "data":

@@ -43,7 +43,7 @@ def build_part(
     """Return the part of a group, such as "fleet": the user's object, or a new object.
 
     config: the run's configuration, which describes the new object.
-    allow: the packages besides raysim whose classes the configuration may name.
+    allow: the packages besides raysim whose classes may be used.
     objects: the user's objects, by group.
     Raise `RefusedError` if the configuration names no class of the group.
     """
@@ -96,7 +96,7 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 
     node: the configuration of the loss. Keys besides `_target_` are the function's arguments after
     outputs and labels.
-    allow: the packages besides raysim whose functions may be named.
+    allow: the packages besides raysim that may be used.
     """
     function = import_target(node[TARGET], "loss", allow)
     if not inspect.isfunction(function):

@@ -58,9 +58,9 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
 def used_packages(node: object, allow: Sequence[str], paths: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the packages besides raysim that a worker may have to import, sorted.
 
-    node: the configuration. The result has the packages of all classes in it.
-    allow: the packages that the user allowed, used or not.
-    paths: full names of further functions and classes that the run uses.
+    node: the configuration. The result has the packages of all classes in the configuration.
+    allow: the packages that the user allowed; all are in the result.
+    paths: full names of further functions and classes.
     """
     names = {package.partition(".")[0] for package in (*allow, *paths)} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))

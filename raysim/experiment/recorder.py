@@ -353,8 +353,8 @@ def _study_folder(folder: Path) -> Path | None:
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """Wrap the user's observers and round function so that an error says which one failed.
 
-    on_round: a function that gets the row of each round; None for no function. The wrapped function
-    is the first observer in the result.
+    on_round: a function that gets the row of each round; None for no function. The result starts
+    with this function's wrapper.
     Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []

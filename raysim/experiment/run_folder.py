@@ -263,7 +263,6 @@ def _check_folder_has_same_run(address: str | None, config: Node) -> None:
 
     A different run has another value of a setting that decides the bits.
     address: the folder or URL; None and "" check nothing.
-    config: the configuration of the run that needs the folder.
     """
     if not address:
         return
@@ -278,7 +277,6 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
 
     Only settings that decide the run's bits are compared.
     stored: the configuration in the run's folder.
-    store: the place of `stored`, for errors.
     """
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
@@ -305,7 +303,6 @@ def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> 
 
     group: the group, such as "method".
     stored: the configuration in the run's folder.
-    store: the place of `stored`, for errors.
     """
     stored_choices = stored.get("choices")
     choices = config.get("choices")

@@ -118,8 +118,8 @@ def expand_override(text: str) -> tuple[str, list[str]]:
 
     "seed=0,1", "seed=range(2)" and "seed=0..1" list the values 0 and 1. "method=fedavg,fedbr+mixup"
     lists two values: one method, and a pair of methods.
-    Raise `RefusedError` for an interval without listed values, and for a renamed group
-    ("group@name=option").
+    Raise `RefusedError` for a range without listed values, such as interval(0,1), and for a renamed
+    group ("group@name=option").
     """
     override = read_setting(text)
     key = override.key

@@ -4,7 +4,7 @@
     runs/NAME/               the folder of the run NAME
     logs/NAME.txt            what this run printed
 
-This module imports no torch, so that a wrong override is refused at once.
+This module imports no torch, so a wrong override is refused at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def configure_run(config: Node, folder: Path, name: str) -> Node:
     An unfinished run of the same name continues. If `checkpoint.folder` is set, the run gets a
     subfolder of that folder.
     folder: the folder of the study or sweep.
-    name: the name of the run.
     """
     placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
     checkpoint_folder = config["checkpoint"].get("folder")

@@ -90,7 +90,6 @@ def attempt(
     config: the run's configuration, with its folder in `out`.
     log: the file for the printed output and the error.
     allow: the packages besides raysim whose classes may be used.
-    on_round: gets the row of each round.
     """
     try:
         with record_failure(log), log_console(log) as console:

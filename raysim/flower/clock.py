@@ -27,8 +27,7 @@ class Arrival:
 class VirtualClock:
     """The virtual clock of a Grid, which decides when the replies to messages arrive.
 
-    fleet: the devices of the clients.
-    seed: the seed of the run, which decides the devices.
+    seed: the seed of the run, which decides the devices of the fleet.
     samples: the samples that a client processes for a training message. Any other message costs no
     samples.
     """

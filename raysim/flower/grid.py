@@ -246,9 +246,9 @@ class VirtualGrid(SimpleGrid):
     ) -> Iterable[Message]:
         """Send messages, wait for the replies, and return the replies in order of virtual time.
 
-        timeout: the longest wait, in virtual seconds; None waits for all replies. Replies after
-        this time are never returned.
-        A thread that Flower started ignores `timeout`, and gets the replies in the order of the
+        timeout: the longest wait, in virtual seconds; None waits for all replies. Later replies are
+        never returned.
+        In a thread that Flower started, `timeout` has no effect, and the order is that of the
         messages.
         """
         if not self.is_owner():

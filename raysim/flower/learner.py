@@ -162,7 +162,6 @@ class FlowerLearner(Learner):
 
         Return {} if the app has no function for evaluation, or if the samples belong to no client.
         parameters: the arrays of the scored version, by name.
-        data: the client's number and state, and the seed of the run.
         """
         from raysim.flower.local_work import evaluate
 

@@ -157,7 +157,6 @@ def model_records(
 ) -> RecordDict:
     """Return the content of a message to a client: model parameters and a config.
 
-    arrays: the parameters, by name.
     message_type: "train" or "evaluate".
     uses_client_fn: True for a `Client` or `NumPyClient`, for which Flower names records
     differently.

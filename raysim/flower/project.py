@@ -151,8 +151,8 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
     """Import a module of the user's app.
 
     name: the full name, such as "mypackage.client_app".
-    folder: the folder that contains the module; it is added to `sys.path`.
-    setting: "key=value" of the setting that names the module, for errors.
+    folder: the folder of the module; it is added to `sys.path`.
+    setting: "key=value", for errors.
     Raises `RefusedError` if the import fails; the error names the failed line.
     """
     import_optional("flwr", setting)
@@ -190,7 +190,7 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
     """Import a ClientApp, a client_fn or a class of clients, once in each process.
 
     reference: "module:object".
-    folder: the folder that contains the module; it is added to `sys.path`.
+    folder: the folder of the module; it is added to `sys.path`.
     key: the setting that contains the reference, for errors.
     Raises `RefusedError` if the import fails or the object has another type.
     """
@@ -201,7 +201,7 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     """Return a user's app as a `LoadedClientApp`, which says if the app can train and evaluate.
 
     target: a ClientApp, a client_fn, or a class of clients.
-    setting: the text with which errors begin, such as "key=value".
+    setting: the start of error messages.
     Raises `RefusedError` if `target` is any other object.
     """
     from flwr.client import Client, NumPyClient
@@ -265,7 +265,6 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
     The class gets the context if it needs one argument.
     client_class: a subclass of Flower's Client or NumPyClient.
-    setting: the text with which errors begin.
     Raises `RefusedError` if the class needs two or more arguments.
     """
     from flwr.client import NumPyClient

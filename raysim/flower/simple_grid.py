@@ -49,9 +49,9 @@ class SimpleGrid(Grid):
         """Return a new message to a node; this function does not send it.
 
         message_type: Flower's type, such as "train".
-        dst_node_id: the node that gets the message.
+        dst_node_id: the receiver.
         group_id: the name of a group of messages, such as the round.
-        ttl: the seconds after which the message expires; None for Flower's default.
+        ttl: the message's lifetime in seconds; None for Flower's default.
         """
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 

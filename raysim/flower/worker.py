@@ -26,7 +26,6 @@ class AppSpec:
     app: "module:object" of a ClientApp, or a loaded one.
     folder: the project's folder.
     run_config: Flower's run config.
-    threads: the threads of torch in a worker.
     key: the setting that gives the app, for errors.
     """
 

@@ -50,7 +50,7 @@ def calibrated_step(
     """Return the result of an aggregation: new "params", new "cache" and the direction "update".
 
     params: [D], the current version.
-    deltas: [K, D], the updates in the buffer.
+    deltas: [K, D], the buffered updates.
     clients: int64 [K], the client of each update.
     cache: [N, D], each client's last update.
     """

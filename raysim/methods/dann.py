@@ -60,8 +60,8 @@ def generator_loss(
 
     With this loss, the features hide the client from the discriminator.
     class_logits: [B, C].
-    labels: int64 [B], or rows of probabilities [B, C].
-    domain_logits: [B, N], the discriminator's outputs for N clients.
+    labels: int64 [B], or probabilities [B, C].
+    domain_logits: [B, N], for N clients.
     domain: the number of the client.
     """
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)

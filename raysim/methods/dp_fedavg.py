@@ -87,7 +87,7 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
     noise: the standard deviation of the noise divided by the clipping bound.
     clients: the number of clients with samples.
     cohort: the (expected) number of clients in a round.
-    poisson: True if clients join a round independently; False for rounds of a fixed size.
+    poisson: False for rounds of a fixed size.
     """
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
@@ -186,7 +186,6 @@ class DPFedAvg(Method):
 
         Such values are buffers, and single updates that another method reads. The returned sequence
         of warnings is always empty.
-        run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:

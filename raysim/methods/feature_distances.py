@@ -54,7 +54,6 @@ def _gaussians(
     squared_distances: [n, n].
     middle_width: the width of the middle kernel, a scalar or [n, 1].
     kernel_mul: the ratio of two successive widths.
-    kernel_num: the number of kernels.
     """
     scaled = -squared_distances / torch.where(middle_width > 0, middle_width, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]

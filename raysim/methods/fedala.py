@@ -65,7 +65,6 @@ def updated_weights(
     gradient: the loss's gradient with respect to the mixed parameters.
     old: the client's last parameters.
     new: the received parameters.
-    rate: the learning rate of the weights.
     """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 

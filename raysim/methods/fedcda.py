@@ -146,9 +146,8 @@ def greedy_selection(
 class _Selection:
     """The models that are chosen so far, as float64 sums of losses, models and squared norms.
 
-    centre: a vector [D] near the models. It is subtracted from each model, against rounding errors.
-    trained: the number of trainable parameters, which come first in a model. Norms use only these
-    parameters.
+    centre: a vector [D] near the models, subtracted from each model against rounding errors.
+    trained: the number of trainable parameters, which come first. Norms use only these parameters.
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -185,7 +184,6 @@ class _Selection:
 
         models: the cached models of each client.
         losses: the losses of the cached models.
-        smoothness: the weight of the divergence.
         num_batches: the number of client groups, which choose one after another.
         Return the position of each client's chosen model.
         """
@@ -252,8 +250,7 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     """Raise `RefusedError` if the clients of a group have too many combinations of models.
 
     memory: the number of cached models of a client.
-    batches: the number of groups of clients.
-    participants: the number of clients of an aggregation.
+    batches: the number of groups of participants.
     """
     clients = -(-participants // batches)
     combinations = memory**clients
@@ -405,7 +402,6 @@ class FedCDA(Method):
 
         Return the vector of the cache into which the caller must write the new model.
         row: the client's row in the cache.
-        loss: the loss of the new model.
         """
         state = server.state
         place = int(state["pushes"][row]) % self.memory

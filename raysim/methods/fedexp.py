@@ -48,7 +48,6 @@ def extrapolation(mean_square: float, square: float, epsilon: float, minimum: fl
     The step size is `minimum` if square + epsilon is 0.
     mean_square: the weighted mean of the squared norms of the updates.
     square: the squared norm of the mean update.
-    epsilon: limits the step size.
     """
     divisor = 2.0 * (square + epsilon)
     if not divisor:

@@ -112,7 +112,7 @@ def harmonized_gradients(
     """Remove the conflicts between updates; return the changed updates [m, d].
 
     gradients: [m, d], the original updates.
-    order: the pairs [i, j] to test, in order; None means (0, 1), (0, 2), ..., (1, 2), ...
+    order: the pairs [i, j] to test; None means (0, 1), (0, 2), ..., (1, 2), ...
     conflict_test: "original" tests the original updates, "current" the changed ones.
     """
     products = gram_matrix(gradients.unbind()).numpy()
@@ -325,8 +325,7 @@ class HierarchicalFedGH(Method):
         """Return the sum of the clients' updates after their conflicts are removed, [d].
 
         Each tensor of the model is treated separately.
-        reference: the running mean of earlier aggregates, [d]. It decides which updates form pairs.
-        counts: gets the numbers of conflicts and projections.
+        reference: the running mean of earlier aggregates, [d], which decides the pairs.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         mean_weight = sum(weights) / len(weights)

@@ -100,7 +100,6 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     factor.
     logits: [B, C].
     labels: int64 [B].
-    temperature: a smaller value makes the factor fall faster with the margin.
     """
     factors = torch.sigmoid(-margins(logits, labels) / temperature)
     return factors.unsqueeze(1) * logits
@@ -113,7 +112,6 @@ def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) ->
     The margin of a row is the label's logit minus the largest other logit.
     logits: [B, C].
     labels: int64 [B].
-    temperature: a smaller value makes the factor fall faster.
     """
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
 

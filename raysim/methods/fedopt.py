@@ -73,7 +73,6 @@ def fedadagrad_step(
 
     params: the current version.
     delta: the mean update, which points towards improvement.
-    first_moment, second_moment: the moments before the step.
     beta1: the factor on the old first moment.
     tau: the constant added to the root of the second moment.
     """

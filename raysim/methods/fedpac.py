@@ -109,8 +109,7 @@ def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, T
 
     The sum of squares is a scalar over all entries of `features`.
     features: [B, D].
-    labels: the class of each row, int64 [B].
-    num_classes: C.
+    labels: int64 [B].
     """
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
@@ -196,7 +195,7 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
     weight.
     variances: [m].
     offsets: [m, k].
-    preferred: the participant to choose if several have a 0.
+    preferred: the first choice if several have a 0.
     """
     # With A^T A = P, let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b).
     diagonal = variances + offsets.square().sum(1)
@@ -219,8 +218,8 @@ def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
 
     These steps make `head_epochs` passes over the client's samples, but are at most head_epochs /
     (head_epochs + 1) of all steps.
-    sizes: the samples in each batch of the job.
-    samples: the number of the client's samples.
+    sizes: the samples in each batch.
+    samples: the client's samples.
     """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.
@@ -300,7 +299,7 @@ class FedPAC(Method):
         """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
         The key is the one that the run sets. The value is the run's value, but at least head_epochs
-        + 1. So a job trains both the head and the extractor.
+        + 1, so that a job trains head and extractor.
         """
         key, budget = _local_work(local)
         return {key: max(budget, self.head_epochs + 1)}

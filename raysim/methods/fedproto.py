@@ -67,7 +67,6 @@ def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present
     """Return the batch mean of |h - p|^2 / d for features h [d] and the prototype p of their class.
 
     Samples of classes without a prototype add 0.
-    features: [B, d].
     labels: int64 [B].
     prototypes: [C, d].
     present: bool [C], True for classes with a prototype.
@@ -82,9 +81,8 @@ def nearest_prototype_head(
 ) -> tuple[Tensor, Tensor]:
     """Return weight [C, d] and bias [C] of a linear head that predicts the nearest prototype.
 
-    For features h and a prototype c, the logit is 2 h.c - |c|^2.
-    prototypes: the prototype c [d] of each class; a class without a prototype is never predicted.
-    num_classes: C.
+    For features h and a prototype c [d], the logit is 2 h.c - |c|^2.
+    prototypes: the prototype of each class; a class without one is never predicted.
     """
     example = next(iter(prototypes.values()))
     weight = example.new_zeros(num_classes, len(example))

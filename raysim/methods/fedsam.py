@@ -101,7 +101,7 @@ class FedSAM(Method):
 
         params: the parameters that the step trains, [n].
         grad: the gradient at `params`, [n].
-        gradient_at: returns the gradient at params + shift for a shift [n], on the same batch.
+        gradient_at: returns the gradient at params + shift for a shift [n].
         """
         if self.adaptive:
             return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))

@@ -94,7 +94,7 @@ class FedSpeed(Method):
 
         params: the parameters that the step trains, [n].
         grad: the gradient at `params`, [n].
-        gradient_at: returns the gradient at params + shift for a shift [n], on the same batch.
+        gradient_at: returns the gradient at params + shift for a shift [n].
         """
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 

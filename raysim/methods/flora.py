@@ -93,9 +93,9 @@ class FLoRA(Method):
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
         """Declare which floats do not travel, so that traffic and virtual time leave them out.
 
-        The frozen weights do not travel. A client receives the stacked factors of the last
-        aggregation, and sends its own factors.
-        sizes: for each layer with an adapter, the number of floats of the weight.
+        Clients receive the stacked factors of the last aggregation and send their own factors. The
+        frozen weights do not travel.
+        sizes: the floats of the frozen weight in each layer with an adapter.
         """
         mean_rank = float(ranks.of_client.mean())
         stack = 0

@@ -378,7 +378,7 @@ class FRAug(Method):
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
         The unit is the training of one sample. The cost of generator and RTNet is estimated by
-        their share of the parameters; the estimate is too high for a model with convolutions.
+        their share of the parameters. The estimate is too high for a model with convolutions.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -542,10 +542,9 @@ class FRAug(Method):
         """Return synthetic features [2B, D]: anchors + strength * RTNet(source, labels).
 
         Without RTNet, return (1 - strength) * anchors + strength * source.
-        anchors: [2B, D], first the real features, then the prototypes.
+        anchors: [2B, D], the real features, then the prototypes.
         source: [2B, ...], RTNet's input.
         labels: int64 [2B].
-        strength: rho in the paper.
         """
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
@@ -586,7 +585,7 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
     """Add a step's mean norms and accuracy to the job's sums, and count the step.
 
-    real: [B, D], the real features.
+    real: [B, D].
     generated: [2B, ...], the generator's features; without a generator, the noise.
     is_correct: bool [2B], True for correctly classified synthetic features.
     """

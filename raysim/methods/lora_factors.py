@@ -209,7 +209,7 @@ def _floats_per_rank(run: Setup, adapter: Adapter) -> int:
 def _ranks_of_clients(run: Setup, key: str, ranks: Sequence[int] | Mapping[str, int]) -> np.ndarray:
     """Return the rank of each client, int64 [clients].
 
-    key: the key of the method's setting `ranks`, for errors.
+    key: the key of the setting `ranks`, for errors.
     ranks: a list from which each client draws a rank, or a rank for each kind of device.
     """
     if not isinstance(ranks, Mapping):
