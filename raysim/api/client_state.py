@@ -114,8 +114,8 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
     """Return the arrays of the state by name, for checksums and for files.
 
-    `state.personal` has the name "personal", and `state.counters` has "personal.counters". Both are
-    left out if they are empty. A tensor of a method has the name "method.name".
+    `state.personal` has the name "personal", and `state.counters` has "personal.counters". If both
+    arrays are empty, they are left out. A tensor of a method has the name "method.name".
     """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):

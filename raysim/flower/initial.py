@@ -137,8 +137,8 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
 
     reference: "module:object" of the ServerApp.
     runner: the ClientApp, which answers all earlier messages.
-    Raises `RefusedError` if `reference` names no ServerApp, if the app sends no such message, or if
-    the message has not exactly one ArrayRecord.
+    Raises `RefusedError` if `reference` names no ServerApp, or if the app sends no such message.
+    Also raises `RefusedError` if the message has not exactly one ArrayRecord.
     """
     key = f"learner.app: its ServerApp {reference}"
     app = load_object(reference, folder, "learner.app: its ServerApp")

@@ -126,8 +126,8 @@ def is_split(model: nn.Module) -> bool:
 def is_stochastic(*networks: nn.Module) -> bool:
     """Return True if training may draw from torch's generator, which then needs a seed.
 
-    This is assumed if a submodule has a number above 0 in its attribute `p`, or in an attribute
-    with "drop" in its name.
+    This is assumed if a submodule has an attribute with a number above 0. The attribute is called
+    `p`, or has "drop" in its name.
     """
     for network in networks:
         for module in network.modules():
