@@ -56,7 +56,7 @@ def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Te
 
     strategy: "bottom_up" loads the first `num_loaded` layers, "top_down" the last ones.
 
-    Raises ValueError for an unknown strategy, or if `num_loaded` is not from 0 to `num_layers`.
+    Raises ValueError for an unknown strategy, or more layers than the model has.
     """
     one_of("method.partialfed.strategy", strategy, get_args(CountedStrategy))
     if not 0 <= num_loaded <= num_layers:

@@ -261,9 +261,9 @@ def _load_fitting_values(
 ) -> None:
     """Load the pretrained values for which the network has a tensor of equal name and shape.
 
-    values: the pretrained values, by the names of the tensors.
     Raise ValueError if two tensors of the same name have different shapes, except in the head with
     `num_classes` outputs.
+    name: `model.name`, for the error.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []

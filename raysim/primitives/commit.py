@@ -15,8 +15,8 @@ SOURCE = "RAYSIM_SOURCE"
 def source_commit() -> dict[str, str]:
     """Return the git commit of the current folder, or of the files of a submitted job.
 
-    The keys are "commit" and "dirty": "true" if tracked files differ from the commit, else "false".
-    Without git, or outside a git checkout, return {}.
+    The keys are "commit" and "dirty" ("true" if tracked files differ from the commit, else
+    "false"). Without a git checkout or git, return {}.
     """
     submitted = os.environ.get(SOURCE)
     if submitted:

@@ -85,8 +85,7 @@ def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
     """If the disk becomes full inside `with`, raise an `OSError` that says how much is needed.
 
     The same applies if a quota or a size limit is exceeded.
-    path: the file that is written inside `with`.
-    needed_bytes: the size that the file will have.
+    path, needed_bytes: the file that is written inside `with`, and its final size.
     """
     try:
         yield

@@ -49,7 +49,7 @@ class TargetField(NamedTuple):
     """One array of the target of a sample, such as its boxes [k, 4].
 
     shape: the largest shape in the data set; samples may be shorter along the first axis.
-    has_integers: True if the values are int64, False if they are floats.
+    has_integers: True for int64 values, False for floats.
     """
 
     name: str

@@ -288,7 +288,7 @@ def gap_dashes(
 def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
     """Return True if a large part of the shorter line lies on the longer line.
 
-    one, other: the points of each line, a dict from x to y.
+    one, other: the lines, each a dict from x to y.
     tolerance: y values that differ by at most this number look the same.
     """
     shorter, longer = sorted((one, other), key=len)

@@ -53,8 +53,7 @@ def figure_file(
 
     path: the file, or a buffer in memory.
     size: width and height in inches of 130 pixels.
-    dark: True draws for a dark page.
-    about: metadata of the file.
+    about: metadata of the PNG.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -83,8 +82,8 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the features that trained models and the received model compute.
 
-    All models get the same samples. t-SNE maps the features to points in the plane. The shown
-    clients received the same model. Without finite features, the picture shows a sentence.
+    All models get the same samples, and t-SNE maps the features to points in the plane. Without
+    finite features, the picture shows a sentence.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:

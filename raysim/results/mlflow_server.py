@@ -179,7 +179,6 @@ class Mlflow:
 
         The copy has the record's `id` as a tag. Return "" without a copy. Also return "" if the
         record does not say that `raysim ui` sends the run.
-        record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
             return ""
@@ -419,7 +418,6 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
 
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
     example: two inputs, [2, ...], with which PyTorch traces the model.
-    folder: the folder of the run.
     """
     set_mlflow_environment()
     import mlflow.pyfunc

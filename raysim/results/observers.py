@@ -169,7 +169,7 @@ class ProgressLine(Observer):
     """An observer that shows a progress bar in a terminal, or prints lines in a log.
 
     console: the terminal, or the log, which gets a line every few seconds.
-    quiet: True shows neither the bar nor lines.
+    quiet: True shows nothing.
     data: the clients' data; names of the clients' users (persons), if known, are shown.
     """
 

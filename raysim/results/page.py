@@ -386,8 +386,8 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    The part's plot has a curve for each setting: for each score, the share of clients that have
-    this score or a lower one. The clients of all seeds are counted together.
+    The part's plot has a curve for each setting, over the clients of all seeds: for each score, the
+    share of clients that have this score or a lower one.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT

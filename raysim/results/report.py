@@ -110,9 +110,8 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
 def _rank(runs: Sequence[Run]) -> float:
     """Return a number by which settings are sorted: the best setting has the smallest number.
 
-    The number is the mean of the runs' scores `best5_mean`, times -1 if a higher score is better.
-    Without scores, it is infinity.
-    runs: the runs of one setting.
+    The number is the mean of `best5_mean` over the runs of one setting, times -1 if a higher score
+    is better. Without scores, it is infinity.
     """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
     if not scores:
@@ -160,7 +159,6 @@ def _threshold_columns(
 
     There is a column for each of the `limit` highest thresholds that any run reached.
     better: -1 marks the smallest number of rounds as the best; 0 marks none.
-    percent: True shows the thresholds in percent.
     """
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()

@@ -14,7 +14,6 @@ def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
 
     The packages are those of the classes in the configuration, except for raysim.
     config, path: the stored configuration and its file.
-    overrides: further arguments at the end of the command.
     """
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")
     parts = ["raysim run --config", shlex.quote(str(path))]

@@ -27,7 +27,6 @@ class Run:
     """A run as its folder describes it.
 
     name: the name of the folder.
-    config: the configuration, by key.
     rows: the history, a row per round.
     summary: the content of summary.json; computed from the history for an unfinished run.
     folder: the folder on this machine.
@@ -182,7 +181,6 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
 
     If a configuration of an older version has no options, guess from the group's settings. Without
     such settings, return "fedavg" for the group "method", else `MISSING`.
-    group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
     if value is None:

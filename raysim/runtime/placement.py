@@ -179,7 +179,6 @@ def worker_capacity(
 ) -> int | None:
     """Return how many workers fit on nodes that are empty; None means any number.
 
-    nodes: the resources of each node.
     per_worker: the resources that a worker reserves.
     strategy: with STRICT_PACK all workers must fit on one node; PACK and SPREAD use all nodes.
     """
@@ -218,7 +217,7 @@ def limit_by_memory(
 
     A node that declares no memory does not limit the number. With the strategy STRICT_PACK, all
     workers are on one node.
-    size: the planned number of workers and the resources of each of them.
+    size: the planned number of workers, and each worker's resources.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)

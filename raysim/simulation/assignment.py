@@ -185,7 +185,7 @@ def _longest_load(jobs: Sequence[Job], loads: Sequence[float]) -> float:
     """Return the load of the busiest worker, in samples, if jobs are assigned one by one.
 
     The jobs with the most samples come first, and each job goes to the least loaded worker.
-    loads: for each worker, the samples that it must already train.
+    loads: the samples that each worker already has.
     """
     queue = list(loads)
     heapq.heapify(queue)

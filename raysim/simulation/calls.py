@@ -95,8 +95,8 @@ class WorkerCalls:
         """Start a Python method of a worker; return the call. `wait` returns its answer.
 
         method: the name of a Python method of `Worker`.
-        args: the arguments of the method, without client states.
-        states: the client states that the worker needs for the call.
+        args: the method's arguments, without client states.
+        states: the client states that the worker needs.
         """
         return self.start(Call(worker, method, args, states))
 

@@ -328,7 +328,7 @@ def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, s
     """Return the part of `log` that a checkpoint still needs.
 
     A file with client states is left out if all its states are outdated.
-    log: the checksum of each log file, by name.
+    log: the checksums of log files, by name.
     index: says which file has the current state of each client.
     """
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
@@ -493,7 +493,6 @@ def _advise(where: str, damaged_folder: str) -> str:
 
     The sentence names the last undamaged checkpoint, or says to start the run again.
     where: the folder or URL of all checkpoints of the run.
-    damaged_folder: for example "round-000050".
     """
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
@@ -526,7 +525,6 @@ def _map_tensors(store: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
 
     Values are read from the file when they are used. Writing to a returned array does not change
     the file.
-    names: the paths of the files in the store.
     """
     tensors: dict[str, np.ndarray] = {}
     for name in names:

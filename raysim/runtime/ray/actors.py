@@ -132,7 +132,7 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 
     name: the name in messages, such as "worker-3".
     packages: further packages whose versions are part of the identity.
-    device: the device on which the process trains, such as "cuda"; "" means none.
+    device: the device of the training, such as "cuda"; "" means none.
     """
     return identify(name, packages, device, f"{platform.node()} ({ray.util.get_node_ip_address()})")
 
@@ -839,7 +839,6 @@ def become_all(actors: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> N
     """Replace the object in each actor by a new object of the same class; wait for all actors.
 
     Raise the error of the first actor that fails.
-    actors: actors of an `actor_class`.
     arguments: the arguments for the constructor of each actor's object.
     """
     pairs = zip(actors, arguments, strict=bool(actors))

@@ -145,7 +145,7 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     """Reduce the number of workers to what fits next to other runs on the cluster.
 
     If no worker fits, do not reduce the number; the run then waits until all its workers fit.
-    size: the planned number of workers and the resources of each of them.
+    size: the planned number of workers, and each worker's resources.
     """
     free = worker_capacity(free_resources(), size.per_worker, options.strategy)
     if free is None:
@@ -169,7 +169,7 @@ def _limit_by_memory(
 ) -> Size:
     """Reduce the number of workers to what the memory of the nodes allows, but at least one.
 
-    size: the planned number of workers and the resources of each of them.
+    size: the planned number of workers, and each worker's resources.
     spec: the run, whose model decides how much memory a worker needs.
     """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)

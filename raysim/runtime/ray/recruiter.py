@@ -62,7 +62,6 @@ class Growth:
 class _Recruit:
     """A worker that was started and is not ready yet.
 
-    worker: the number of the worker.
     place: where the worker was started.
     answer: a reference to the worker's identity, which exists once the worker is ready.
     since: the time of the start, in seconds of `time.monotonic`.
