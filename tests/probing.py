@@ -17,8 +17,7 @@ def make(
 ) -> Probe:
     """Return a probe of random numbers.
 
-    The features of the received model depend only on `version`, as in a run.
-    version: the version that the client received.
+    The received model's features depend only on `version`, as in a run.
     seen: the number of classes in the client's training data.
     rows: the number of test samples.
     features: the length of a feature vector.

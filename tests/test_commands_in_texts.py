@@ -1,7 +1,7 @@
 """Test that each command in a text can be pasted into bash or zsh, and that raysim accepts it.
 
-The texts are Markdown files, comments in configuration and job files, and the command's help.
-Markdown has commands in bash blocks, and in inline code that begins with `raysim`.
+The texts are Markdown files (bash blocks, and inline code that begins with `raysim`), comments in
+configuration and job files, and the command's help.
 """
 
 from __future__ import annotations
@@ -161,11 +161,10 @@ def here(shell: str) -> str:
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
     """Type all commands of `COMMANDS` into a shell; return the arguments that raysim gets.
 
-    The result maps each command to the words after `raysim`, or to an empty list if it does not run
-    raysim.
+    The result maps each command to the words after `raysim`; to an empty list without `raysim`.
 
     shell: "bash" or "zsh".
-    folder: the working folder of the shell.
+    folder: the shell's working folder.
     """
     out = folder / f"{shell}.txt"
     typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)

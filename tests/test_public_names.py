@@ -112,8 +112,7 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
     In packages of `STRICT`, names with a single leading underscore are private. In other packages,
     only "_internal" and "_private" are private.
 
-    names: the dotted path of each imported name.
-    path: an imported name and the attributes after it.
+    names: the dotted paths of imported names.
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
@@ -219,9 +218,7 @@ def is_own(node: ast.AST, tree: ast.AST) -> bool:
     """Return whether an expression certainly is an object of a class that the file defines.
 
     True for `self`, for `cls`, for a variable to which the file assigns only new instances of these
-    classes, and for an attribute of such a variable.
-
-    tree: the syntax tree of the file.
+    classes, and for attributes of such a variable.
     """
     if not isinstance(node, ast.Name):
         return isinstance(node, ast.Attribute) and is_own(node.value, tree)
@@ -276,8 +273,6 @@ def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
 
     True for `sys.modules`. Also true for `vars(x)` and `x.__dict__`, unless x certainly is an
     object of a class that the file defines.
-
-    tree: the syntax tree of the file.
     """
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
         return not is_own(node.args[0], tree)

@@ -33,9 +33,8 @@ RULES = rules() if SCRIPT.is_file() else None
 def every_block() -> list[dict[str, Any]]:
     """Return the contents of all files with test vectors.
 
-    An entry has the name and the cases of one function; a case is a pair of stored arguments and
-    result. The list is empty unless the environment variable RAYSIM_SHARED names a folder with
-    `check_vectors.py`.
+    An entry has one function's name and cases (arguments and result). The list is empty unless the
+    environment variable RAYSIM_SHARED names a folder with `check_vectors.py`.
     """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]

@@ -180,7 +180,7 @@ def make_server(
 ) -> Server:
     """Return a server with these methods, for tests that need no neural network.
 
-    vector, counters: the initial parameters and integer buffers, in the order of the layout.
+    vector, counters: the initial parameters and integer buffers.
     counts: the number of training samples of each client.
     others, settings: further arguments of `Server`.
     """
@@ -327,10 +327,9 @@ class AggregationLog(Method):
 
 
 class ShiftedGradient(Method):
-    """A method that computes a second gradient in each step, with all parameters set to one number.
+    """A method that computes a second gradient in each step, with all parameters set to `shift`.
 
-    shift: this number.
-    take: True makes the step with the second gradient, False with the usual one.
+    take: True makes the step with the second gradient.
     seen: for each step, the stage, the parameters, the usual and the second gradient.
     """
 

@@ -219,11 +219,10 @@ class Worker(SeparateSums):
     def evaluate(
         self, tasks: Sequence[ScoringTask], published: PublishedVersion, *states: StoredState | None
     ) -> list[ScoringReport | SetReport]:
-        """Score clients or the shared model; return one report for each task.
+        """Score clients or the shared model of the version `published`; return one report per task.
 
-        published: the version to score.
-        states: the client state of each task; None if this worker has this state already. `states`
-        may be left out if this worker has all states.
+        states: for each task, the client state, or None if this worker has this state. `states` may
+        be left out if this worker has all states.
         """
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)
@@ -235,7 +234,6 @@ class Worker(SeparateSums):
     ) -> dict[str, Tensor]:
         """Return all tensors of the model that a task would score, by full name.
 
-        published: the version to score.
         sent: the state of the task's client. None if this worker has this state, or if the scored
         model belongs to no client.
         """

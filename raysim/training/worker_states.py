@@ -39,10 +39,11 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return a client's state at the end of one of its jobs, on the worker's torch device.
+        """Return a client's state at the end of the job with the number `job`.
 
-        job: the number of the job; -1 returns the client's initial state.
-        sent: this state, if the caller sends it; None means that this worker has the state.
+        job: -1 returns the client's initial state.
+        sent: the state, if the caller sends it. None means that this worker has the state.
+        The tensors of the result are on the worker's torch device.
         """
         if job < 0:
             return self._initial_of(client)
@@ -74,8 +75,8 @@ class WorkerStates:
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor of a client state is stored.
 
-        Tensors of floats are stored in the run's dtype, all other tensors in their own. A tensor
-        named "...#float" is a Python float of a method and stays float64.
+        Tensors of floats have the run's dtype, all other tensors their own. A tensor named
+        "...#float" is a method's Python float and stays float64.
         """
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

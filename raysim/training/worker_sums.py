@@ -57,9 +57,8 @@ class WorkerSums:
 class GroupSum:
     """The sum of a subtree of the summation tree. Leaves may be added in any order.
 
-    count: the number of leaves of the subtree.
-    total: the sum. It is None before the last leaf is added, and also if the jobs of all leaves
-    failed.
+    count: the number of leaves.
+    total: the sum; None before the last leaf is added, and if the jobs of all leaves failed.
     """
 
     def __init__(self, count: int):
@@ -70,9 +69,9 @@ class GroupSum:
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
-        """Add weight * delta to the sum, as one leaf of the group's tree.
+        """Add weight * delta to the sum, as one leaf of the tree.
 
-        position: the index of the leaf among the leaves of the group.
+        position: the index of the leaf among the group's leaves.
         delta: a job's trained minus its received vector [d]; None, for a failed job, adds nothing.
         """
         siblings: list[Tensor] = []  # the sums to which the leaf is added, in this order

@@ -46,9 +46,9 @@ def _pool() -> ThreadPoolExecutor:
 def compile_function(function: F) -> F:
     """Return a compiled version (numba) of a function of arrays and numbers.
 
-    The first call of the compiled function takes about a second, and stores the machine code on
-    disk. Compiled code rounds a * b + c only once and runs without Python's global lock. `function`
-    may not call functions of other modules.
+    The first call compiles, for about a second, and stores machine code on disk. Compiled code
+    rounds a * b + c only once and runs without Python's global lock. `function` may not call
+    functions of other modules.
     """
     import numba  # slow to import, and few methods need it
 
@@ -137,10 +137,10 @@ def new_like(values: Tensor) -> Tensor:
 def run_compiled(
     rule: Callable[..., None], arrays: Sequence[Tensor], settings: Sequence[float], *switches: bool
 ) -> None:
-    """Compile `rule` and run it on all entries of the arrays [d], on the CPU, block by block.
+    """Compile `rule` and run it on all entries of the CPU arrays [d], block by block.
 
-    rule: a function for `compile_function`, called as rule(*blocks, *settings, *switches). It
-    changes the blocks in place.
+    rule: called as rule(*blocks, *settings, *switches), see `compile_function`. It changes the
+    blocks in place.
     settings: numbers, which are converted to the dtype of the arrays.
     """
     views = [array.detach().numpy() for array in arrays]

@@ -28,8 +28,8 @@ _ROWS = 8
 def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     """Return the inner products of m CPU vectors [d] of one dtype, as float64 [m, m].
 
-    Pieces of float32 vectors are multiplied in float32 and added in float64. The error of the
-    product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6 |g_i| |g_j|.
+    For float32 vectors g_i and g_j, the error of the product is about 1e-8 |g_i| |g_j|, at most
+    1e-6 |g_i| |g_j|.
     """
     # Computing everything in float64 takes twice as long. Only the last entries, fewer than _EXACT,
     # are multiplied in float64.
@@ -64,8 +64,7 @@ def linear_combination(
 ) -> Tensor:
     """Return w_1 g_1 + w_2 g_2 + ... [d], bit-identical to the server's sum in this order.
 
-    rows: the vectors g_i [d].
-    weights: the weights w_i.
+    rows, weights: the vectors g_i [d] and the weights w_i.
     into: the tensor for the sum, or None for a new one.
     """
     return weighted_sum([row.numpy() for row in rows], weights, into)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 class Entry:
     """A tensor of a network, which is the slice [start, stop) of the vector.
 
-    network: the name of the network, such as "model".
-    path: the tensor's name in the network, such as "head.weight".
+    network, path: names such as "model" and "head.weight".
     parameter: False for a buffer.
     personal: True if the tensor stays on the client.
     """
@@ -115,7 +114,7 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     """Return the layout of the networks' tensors, network after network.
 
     personal: the full names of the tensors that stay on the clients. Names of frozen parameters and
-    of unsaved buffers are ignored, because the layout has no such tensors.
+    of unsaved buffers are ignored.
     Raises ValueError for an unknown name.
     """
     stays = frozenset(personal) - _constant_names(networks)
@@ -211,8 +210,8 @@ class VectorStorage:
 
     data: parameters and float buffers.
     counters: integer buffers.
-    views: a view of `data` for each tensor in `Layout.entries`, then a view of `counters` for each
-    tensor in `Layout.counters`.
+    views: views of `data` for the tensors in `Layout.entries`, then views of `counters` for those
+    in `Layout.counters`.
     """
 
     data: Tensor
@@ -225,7 +224,7 @@ class Vector:
 
     data: all parameters and float buffers.
     counters: all integer buffers.
-    The constructor makes each tensor of the modules a view of a flat tensor, and keeps the tensor's
+    The constructor replaces the modules' tensors by views of `data` and `counters` with the same
     values.
     """
 
@@ -322,8 +321,7 @@ class Vector:
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Replace the tensors of this vector and of the modules inside `with`.
 
-        data: the replacement of `self.data`.
-        counters: the replacement of `self.counters`.
+        data, counters: the replacements of `self.data` and `self.counters`.
         tensors: the modules' tensors, in the order of `layout.entries` and then of
         `layout.counters`. They need not be views of `data` and `counters`.
         """

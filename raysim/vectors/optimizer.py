@@ -29,7 +29,6 @@ class OptimizerSettings:
 
     kind: the optimizer. "muon" is for tensors of two or more dimensions.
     momentum: the momentum of SGD; 0 uses none.
-    nesterov: True uses Nesterov's momentum in SGD.
     weight_decay: "sgd" and "adam" add weight_decay * parameters to the gradient. Other optimizers
     shrink the parameters directly (Loshchilov and Hutter, ICLR 2019).
     """
@@ -217,10 +216,10 @@ class LocalOptimizer:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return the matrix nearest to `matrix` that has orthonormal rows or columns, roughly.
+    """Return, roughly, the matrix nearest to `matrix` with orthonormal rows or columns.
 
-    The result has the dtype bfloat16. It comes from five steps of the quintic Newton-Schulz
-    iteration, as in torch.optim.Muon.
+    The result is bfloat16, from five steps of the quintic Newton-Schulz iteration, as in
+    torch.optim.Muon.
 
     matrix: a matrix [n, m]. It is not changed.
     """
@@ -240,10 +239,9 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 class StackedOptimizer(LocalOptimizer):
     """The optimizers of K clients, as one optimizer of stacked parameters.
 
-    Row k of each stacked tensor [K, ...] belongs to client k of the stack. Each row has its own
-    number of steps.
+    Row k of each tensor [K, ...] belongs to client k of the stack, and has its own number of steps.
 
-    like: tensors of the same shapes as the stacked parameters.
+    like: tensors of the same shapes as the parameters.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -296,8 +294,8 @@ class StackedOptimizer(LocalOptimizer):
 class RecordedOptimizer(LocalOptimizer):
     """The optimizer of steps that are recorded once and then replayed (`runtime.graph`).
 
-    The buffers and the step count stay the same tensor objects, because a replay needs this. The
-    caller increases `steps`: a replay runs no Python code.
+    The buffers and the step count stay the same tensor objects. The caller increases `steps`,
+    because a replay runs no Python code.
 
     like: tensors of the same shapes as the parameters.
     """
@@ -424,7 +422,7 @@ class Optimizers:
         """Add an optimizer to the job, or replace the optimizer of the same name.
 
         shared: the parts of the run's vector that the optimizer changes and that clients share.
-        rate_factor: the stage's factor on the learning rate, times the factor from `local.rates`.
+        rate_factor: the stage's factor on the learning rate, times that from `local.rates`.
         """
         self._working[name] = _StageOptimizer(optimizer, shared, rate_factor)
 
@@ -447,7 +445,7 @@ class Optimizers:
         """Return (slice, steps, factor) for the shared parameters that optimizers changed.
 
         slice: a part of the run's vector.
-        steps: the number of this job's optimizer steps on the slice.
+        steps: this job's optimizer steps on the slice.
         factor: the mean learning rate of these steps, divided by the job's learning rate.
         """
         moves: list[tuple[slice, int, float]] = []

@@ -23,8 +23,8 @@ GIB = 2**30
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
     """Return an empty cache [0, ...] with reserved space for `shape`, [rows, ...].
 
-    place: "disk" makes a file of the full size in the folder for temporary files. With "memory",
-    only rows that were written occupy memory.
+    place: "disk" makes a file of the full size in the folder for temporary files. In "memory", only
+    written rows occupy memory.
     Raises ValueError if the disk is too small.
     """
     if place == "memory" or not math.prod(shape):
@@ -63,8 +63,8 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
     """Return the rows of a cache as a tensor whose storage has space for `capacity` rows.
 
-    The function copies `rows` to a new storage if the old storage is too small, or if `rows` is in
-    memory and `place` is "disk".
+    `rows` is copied if the old storage is too small, or if `rows` is in memory and `place` is
+    "disk".
     """
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
@@ -82,8 +82,7 @@ def check_budget(
     key: the method's key ("method.ace").
     size: bytes for each client.
     budget: the limit in GiB.
-    what: the kind of rows, for the error.
-    less: for the error, another setting that would fit ("method.fedcda.memory=2"); "" for none.
+    what, less: the kind of rows and a setting that would fit, for the error.
     """
     needed = clients * size / GIB
     if needed <= budget:

@@ -45,7 +45,7 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
     A subtree is returned as the range of its leaves' positions; the ranges ascend.
 
     positions: the positions of the given leaves, in any order.
-    count: the number of leaves of the whole tree.
+    count: the number of all leaves.
     """
     ranges: list[range] = []
     start = stop = -1  # consecutive positions, from start to stop - 1
@@ -120,8 +120,7 @@ def weighted_sum(
 ) -> Tensor:
     """Return w_1 a_1 + w_2 a_2 + ... [d], added in a summation tree with these leaves.
 
-    arrays: the vectors a_i [d], at least one.
-    weights: the weights w_i.
+    arrays, weights: the vectors a_i [d], at least one, and the weights w_i.
     into: the tensor for the result, or None for a new one.
     """
     leaves = [TreeLeaf(array, weight) for array, weight in zip(arrays, weights, strict=True)]
@@ -133,7 +132,7 @@ def weighted_sum(
 def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
     """Return the sum of a whole tree from the sums of its parts; None if all sums are None.
 
-    parts: for each part, the range of its leaves' positions. Together, the parts have all leaves.
+    parts: the range of leaf positions of each part.
     sums: the sum of each part; None for a part without leaves.
     """
     count = max(part.stop for part in parts)
@@ -163,9 +162,9 @@ class _Add(NamedTuple):
 class _Plan:
     """The instructions that compute the sum of a tree with a few buffers.
 
-    A buffer is a vector for an intermediate result. At the end, buffer 0 contains the sum.
+    A buffer is a vector for an intermediate result. At the end, buffer 0 has the sum.
 
-    leaves: the leaves of the tree; None for a missing leaf.
+    leaves: the leaves; None for a missing leaf.
     sums: known sums of subtrees, by the range of leaf positions.
     """
 

@@ -378,9 +378,8 @@ class Own(Method):
 
 
 def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPlan:
-    """Return the plan of a study with a run of FedAvg and a run of a user's method.
+    """Return the plan of a study that runs FedAvg and a user's method at the same time.
 
-    The plan executes both runs at the same time.
     name: the method's name, a key of `ABSORB`. The value of this key is the code of the hook
     `absorb`.
     """

@@ -516,8 +516,8 @@ class Cluster:
     """A Ray cluster that requires a token, and a process whose commands use this cluster.
 
     url: the address of the head node, for `--address`.
-    env: the head node's environment variables, which name the file with the token.
-    process: a process with the same variables, which runs `raysim`.
+    env: environment variables of the head node and the process, which name the file with the token.
+    process: runs the `raysim` commands.
     """
 
     url: str
@@ -665,9 +665,9 @@ def answers(url: str, token: str) -> bool:
 class Submitted:
     """A job on the Ray cluster that ended without an error.
 
-    package: the folder from `raysim new` with the Python package that the job uses.
+    package: the folder from `raysim new`.
     out: the folder that the job's run wrote.
-    job: the job's name on the cluster, for `raysim fetch`.
+    job: the job's name on the cluster.
     lines: the lines that `raysim submit` printed.
     """
 

@@ -50,8 +50,8 @@ FEW = Synthetic(samples=80, test_samples=10, classes=5)
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
     """Return the messages of the public checks that fail, by the name of the check.
 
-    part: the method, schedule, fleet, compressor or similar object to check.
-    study: the data and settings of the runs that the checks make; None for small data.
+    part: the method, schedule, fleet or similar object to check.
+    study: the data and settings of the checks' runs; None for small data.
     """
     messages = {}
     for check in checks(part, study or Study(data=FEW)):

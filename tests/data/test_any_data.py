@@ -325,10 +325,9 @@ def test_leaf_reads_numeric_inputs(tmp_path: Path) -> None:
 def write_users(folder: Path, x: Any, y: Any) -> Path:
     """Write training and test files in LEAF's format into a folder; return the folder.
 
-    Each file has the users "a" and "b", with four samples per user, index 0 to 3.
+    Each file has the users "a" and "b", with four samples each.
 
-    x(user, index): the input of a sample.
-    y(index): the label of a sample.
+    x(user, index), y(index): input and label of a sample; the index is 0 to 3.
     """
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)

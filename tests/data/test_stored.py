@@ -303,8 +303,7 @@ def write_labels(
 ) -> Parquet:
     """Write two Parquet files with an input "x" and a label; return a source that reads them.
 
-    train: the labels of the training samples.
-    test: the labels of the test samples; None for those of training.
+    train, test: the labels; None for `test` repeats the training labels.
     names: the class names in the files' metadata; None for no names.
     """
     for split, labels in (("train", train), ("test", train if test is None else test)):

@@ -33,8 +33,7 @@ def write_parquet(
 ) -> None:
     """Write one Parquet file with the columns "image" and "label".
 
-    struct: True stores an image as {"bytes": ..., "path": ...}, as Hugging Face does; False stores
-    only the PNG bytes.
+    struct: True stores an image as {"bytes": ..., "path": ...}, False as its PNG bytes.
     columns: further columns, by name. The key `metadata` is the metadata of the file.
     """
     content = [encoded(one) for one in pixels]

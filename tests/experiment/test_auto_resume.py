@@ -56,7 +56,6 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return an empty list, to which a test adds rounds after which a process is lost.
 
     Each start of a run removes the first round from the list, and loses a process after this round.
-    With an empty list, the run loses no process.
     """
     whole, rounds = inprocess.run, list[int]()
 

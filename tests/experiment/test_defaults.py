@@ -81,8 +81,8 @@ def option_parts(option: str) -> dict[str, dict[str, Any]]:
     """Return the settings in the file of an option.
 
     For the group "method", the keys are "method.NAME" for each method in the file. Otherwise the
-    only key is the name of the group.
-    option: the file's path below `conf`, without its ending.
+    only key is the group's name.
+    option: the file's path below `conf`, without ending.
     """
     group = option.partition("/")[0]
     node = values(conf_folder() / f"{option}.yaml")

@@ -510,9 +510,9 @@ class Watched:
     """A run of five rounds whose messages were checked.
 
     name: a method or a variant from `FREIGHT`, or "fedavg".
-    make: function that returns the run's `RunSpec` with new methods.
-    seen: the finished run, and the contents of its messages.
-    folder: the folder with the checkpoint after round 3.
+    make: returns the run's `RunSpec` with new methods.
+    seen: the run and the contents of its messages.
+    folder: has the checkpoint after round 3.
     """
 
     name: str
@@ -523,9 +523,8 @@ class Watched:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the keyword arguments of `study` for the tests of a method.
+    """Return {"model": ...} with the model on which a method is tested; {} for "fedavg".
 
-    They are {"model": ...}, the model on which the method is tested, or {} for "fedavg".
     name: the name of a method, or of a variant such as "fedbr once".
     """
     row = TABLE.get(name.partition(" ")[0])

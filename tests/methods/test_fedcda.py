@@ -50,9 +50,9 @@ def case(
     """Return random arguments for FedCDA's selection of one model per client.
 
     clients: the number of clients whose model is to be selected.
-    memory: the largest number of candidate models of a client.
+    memory: the largest number of a client's candidates.
     fixed: the number of additional clients, whose models are already selected.
-    size: the number of parameters of a model, all near 10.
+    size: the number of parameters.
     """
     draw = np.random.default_rng(seed)
     return {
@@ -156,8 +156,8 @@ def step(
     """Let the server aggregate updates of clients.
 
     models: for each update, the client and its trained model.
-    losses: maps a client to the loss that it uploads; a missing loss is 0.
-    base: the version from which the clients trained; -1 means the current version.
+    losses: the uploaded losses by client; a missing loss is 0.
+    base: the version from which the clients trained; -1 means the current one.
     """
     version = at.version if base < 0 else base
     origin = at.vector.numpy() if base < 0 else np.full(WIDTH, 100, np.float32)

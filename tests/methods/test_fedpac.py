@@ -109,9 +109,8 @@ def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
 def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
     """Return random variances V [clients] and features h [clients, 3, 5] for `quadratic`.
 
-    kind: the spread of h between clients. It is small for "near", medium for "plain" and large for
-    "far". "mixed" mixes very different h and V. With "twins", pairs of clients have equal h, and
-    some V are 0.
+    kind: the spread of h is small ("near"), medium ("plain"), large ("far") or very different, like
+    V ("mixed"). With "twins", pairs of clients have equal h, and some V are 0.
     """
     draw = np.random.default_rng(seed)
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
@@ -268,7 +267,7 @@ def train(
 
     turn: the number of earlier jobs of this client.
     state: the client state before the job; None means the initial state.
-    download: the tensors that the server sends for the method, by name; None means none.
+    download: what the server sends for the method, by name.
     """
     networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)

@@ -27,8 +27,7 @@ LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 class Watch(GroupDRO):
     """A GroupDRO that stores values of each aggregation in lists.
 
-    settings: a GroupDRO, whose settings are copied.
-    losses: the uploaded loss of each update.
+    losses: the uploaded losses.
     log_weights: the logarithms of all clients' GroupDRO weights after the aggregation.
     weights: the weights of the updates.
     vectors: the new versions.

@@ -1,8 +1,7 @@
 """Test the hook `perturb` with every method.
 
-With this hook, a step computes two gradients, as in sharpness-aware minimisation: at the model's
-parameters, and at shifted parameters. Both forward passes must use the same batch, the same dropout
-masks and the same BatchNorm statistics.
+With this hook, a step computes gradients at the model's parameters and at shifted parameters. Both
+forward passes must use the same batch, dropout masks and BatchNorm statistics.
 """
 
 from __future__ import annotations

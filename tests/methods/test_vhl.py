@@ -127,8 +127,8 @@ def test_padded_image_cropped_at_its_centre_is_unchanged() -> None:
 def views(method: Vhl) -> Tensor:
     """Return the random numbers that choose and change virtual images, int64 [40, 4, batch].
 
-    The numbers are for 40 steps. An image has four numbers: its index in the virtual set, two
-    offsets of its crop in pixels, and 1 if it is flipped.
+    In each of 40 steps, an image has four numbers: its index in the virtual set, two crop offsets
+    in pixels, and 1 for a flip.
     """
     job: Any = SimpleNamespace(plan=SimpleNamespace(steps=40))
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))

@@ -90,8 +90,8 @@ def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights(
 def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
     """Compare raysim's levels of NF4 with the levels by the paper's Equation 4.
 
-    By the equation, the largest level is infinite, as the quantile of probability 1. This test uses
-    the probability of the released code, 1 - (1/32 + 1/30) / 2.
+    The equation's largest level is infinite. So the test uses the probability of the released code,
+    1 - (1/32 + 1/30) / 2, in place of 1.
     """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])

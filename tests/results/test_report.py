@@ -50,11 +50,11 @@ def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
 def make(
     folder: Path, scores: list[float | None], config: str = "seed: 0", finished: bool = True
 ) -> stored_runs.Run:
-    """Write the folder of a run, and return the run as raysim loads it from this folder.
+    """Write the folder of a run, and return the run as raysim loads it.
 
     scores: the score of each round.
     config: the text of the run's config.yaml.
-    finished: True also writes summary.json, which only a finished run has.
+    finished: True also writes summary.json.
     """
     folder.mkdir(parents=True)
     write_history(history(scores), folder / "history.parquet")

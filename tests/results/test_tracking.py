@@ -63,8 +63,8 @@ class Shelf:
 
     steps: the round numbers of the stored rows.
     down: True lets each call fail.
-    late: True lets the server store the rows and then fail, as if its answer were lost.
-    gate: an event; the server answers calls only while this event is set.
+    late: True stores the rows and then fails, as if the answer were lost.
+    gate: the server answers only while this event is set.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,8 @@ class Shelf:
 def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
     """Return a tracker that sends rows to the stand-in server.
 
-    folder: the tracker's folder, which this function makes.
-    shelf: the stand-in server.
-    said: a list that receives the lines that the tracker prints.
+    folder: the tracker's folder, which is made.
+    said: a list for the lines that the tracker prints.
     patience: how many seconds the tracker waits for the server at the end of the run.
     """
     folder.mkdir(exist_ok=True)

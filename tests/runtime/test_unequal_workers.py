@@ -63,10 +63,9 @@ def _stop_cluster() -> None:
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
     """Start a Ray cluster of two nodes; yield a function that runs code in its driver.
 
-    The driver is a separate process. The yielded function has the arguments (function, *args) and
-    returns function(*args).
+    The yielded function has the arguments (function, *args) and returns function(*args).
     environment: environment variables of the second node only.
-    folder: the working folder of the driver.
+    folder: the driver's working folder.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
@@ -88,9 +87,8 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     """Start a Ray cluster of two nodes; yield a function that runs code in its driver.
 
-    The yielded function has the arguments (function, *args), and returns function(*args), called in
-    the driver's process. The second node uses other CPU kernels, and a copy of raysim with an
-    additional comment.
+    The yielded function has the arguments (function, *args) and returns function(*args). The second
+    node uses other CPU kernels, and another copy of raysim.
     """
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(

@@ -55,8 +55,7 @@ def weights_by_round(
 ) -> tuple[FinishedRun, dict[int, Any]]:
     """Make a run of eight rounds; return the finished run and its scored models.
 
-    A scored model is a dictionary of tensors by full name. The scored models are keyed by version
-    number.
+    The scored models map a version number to tensors by full name.
 
     folder: the folder that the run writes.
     settings: further arguments of `tiny_runs.coordinate`.

@@ -198,8 +198,8 @@ def test_permissions_of_checkpoint_files_follow_the_umask(tmp_path: Path) -> Non
 def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
     """Return a snapshot of a run in which each client has a committed state of one array.
 
-    The state of client k comes from job number `job` + k, and this number fills its array.
-    size: the number of entries in each array.
+    The state of client k is from the job number `job` + k. All `size` entries of the array are this
+    number.
     """
     jobs = {client: job + client for client in clients}
     tensors = {client: {"x": np.full(size, number, np.float32)} for client, number in jobs.items()}

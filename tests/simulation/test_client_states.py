@@ -52,11 +52,9 @@ class Books:
     def back(self, job: Any, read: int = 0) -> None:
         """Report to `client_states` that the worker has finished a job.
 
-        The report gives the size of the client's new state. It also releases the memory of states
-        that were read from disk for the job.
+        The report also releases the memory of states that were read from disk for the job.
 
-        job: the job that `send` returned.
-        read: the number of bytes read from disk, which `send` returned.
+        job, read: the job and the number of bytes read from disk, as `send` returned them.
         """
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)

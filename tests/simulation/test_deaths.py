@@ -97,10 +97,9 @@ class Ref:
 class Mortal:
     """Stand-ins for workers, some of which die.
 
-    All calls of workers are numbered from 1. If a worker dies, the coordinator loses the values
-    that it has not yet read from this worker.
+    If a worker dies, the coordinator loses the values that it has not yet read from this worker.
 
-    deaths: the numbers of the calls at which the called worker dies.
+    deaths: the numbers, from 1, of the calls at which the called worker dies.
     """
 
     is_in_process = False
@@ -528,8 +527,7 @@ class Deadly(Method):
 
     folder: a folder in which each killed process leaves a file.
     times: the number of processes to kill.
-    client: the number of the client.
-    how: the number of the signal that kills a process.
+    how: the number of the signal.
     """
 
     name = "deadly"

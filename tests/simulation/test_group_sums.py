@@ -97,7 +97,7 @@ def run_on_nodes(
 ) -> tuple[FinishedRun, Nodes]:
     """Make a run whose workers are on several nodes; return the run and its `Nodes` object.
 
-    nodes: for each worker, the number of its node.
+    nodes: the number of each worker's node.
     least: nodes add up updates only if the model has at least this many parameters.
     """
     runtime = Nodes(spec, nodes, least)
@@ -130,7 +130,7 @@ def test_coordinator_receives_few_vectors_if_nodes_sum_updates() -> None:
 def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], least: float) -> None:
     """No node adds up updates if the model is small, or if all workers are on one node.
 
-    nodes: for each worker, the number of its node.
+    nodes: the number of each worker's node.
     least: nodes add up updates only if the model has at least this many parameters.
     """
     result, runtime = run_on_nodes(study(), nodes, Synchronous(6), least)

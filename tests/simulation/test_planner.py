@@ -95,8 +95,8 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 def test_schedule_receives_the_number_of_idle_clients() -> None:
     """A schedule receives the right number of idle clients.
 
-    Five of six clients have samples; the sixth client never counts as idle. Jobs in flight plus
-    idle clients are always 5. Decisions occur with 0, 3 and 4 jobs in flight.
+    The one of six clients without samples never counts as idle. Jobs in flight plus idle clients
+    are always 5, with 0, 3 and 4 jobs in flight.
     """
     seen = list[tuple[int, int]]()
 
@@ -253,7 +253,6 @@ def test_plan_is_refused_if_no_client_is_available_within_patience() -> None:
 class Script:
     """A schedule that dispatches clients, waits for the first arrival, and takes `action`.
 
-    action: the result of `decide` after an update has arrived.
     concurrency: the number of clients to dispatch.
     size, max_staleness, pools, stale: attributes that raysim reads from each schedule.
     """

@@ -134,8 +134,8 @@ class TestHierarchical:
     def test_hierarchical_run_equals_a_computation_by_hand(self, schedule: Schedule) -> None:
         """Compute HierFAVG by hand: each replica is an edge server with half of the clients.
 
-        An edge server averages its clients' models, weighted by the clients' samples. After every
-        two aggregations of all edge servers, the edge servers' models are averaged in the same way.
+        An edge server averages its clients' models, weighted by samples. After every two
+        aggregations of all edge servers, the edge servers' models are averaged, too.
         """
         topology = Hierarchical(2, every=2)
         spy, finished = spied(topology, schedule, rounds=11)

@@ -42,7 +42,6 @@ def make_plan(
 
     Such a schedule needs more clients than a replica has.
     topology, rule: keys of `TOPOLOGIES` and `SELECTIONS`.
-    counts: the number of samples of each client.
     """
     facts = Federation(seed, np.asarray(counts), "samples", 10)
     network = TOPOLOGIES[topology].connect(facts)

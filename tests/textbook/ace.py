@@ -1,7 +1,7 @@
 """ACE and ACED: Chang et al. 2025, with the choices of raysim's specification.
 
 x: the server's model. u_i: the last update of client i that arrived. tau_i: the version from which
-u_i started. eta: the server's rate. Each aggregation makes a version, even if x stays the same.
+u_i started. eta: the server's rate. Each aggregation makes a new version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AFL: Mohri et al. 2019, with several local steps in a round.
 
-lambda_i: the weight of client i. All lambda_i are at least 0 and their sum is 1.
-`nearest_on_simplex` finds such weights by bisection for the t with sum_i max(lambda_i - t, 0) = 1.
+lambda_i: the weight of client i. All lambda_i are at least 0 and add up to 1. `nearest_on_simplex`
+finds the t for which all max(lambda_i - t, 0) add up to 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """APFL: Deng et al. 2020, Algorithm 1: FedAvg, with a second model of each client.
 
 w: the client's copy of the shared model. v: the model that stays on the client. m = alpha v + (1 -
-alpha) w: the mixture on which the client is scored.
+alpha) w: the model that is scored.
 """
 
 from __future__ import annotations

@@ -24,10 +24,8 @@ from textbook.world import Book, World
 def centralized(world: World) -> Book:
     """Run SGD on the training samples of all clients.
 
-    Read from world.drawn:
-    images, labels: the whole data set.
-    rows: for each client, the positions of its training samples in the data set.
-    cohort, local: the number of clients per round and the local settings of the federated run.
+    world.drawn has the data set (`images`, `labels`), each client's training samples (`rows`), and
+    the federated run's clients per round (`cohort`) and local settings (`local`).
     """
     drawn, asked = world.drawn, world.drawn["local"]
     rows = np.sort(np.concatenate(drawn["rows"]))

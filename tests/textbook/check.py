@@ -87,8 +87,8 @@ class Recorded:
     """A finished run, with all that a textbook needs to repeat it.
 
     ended: the results of the run.
-    world: data, batches and draws of the run, without results: what the textbook gets.
-    starts: for each replica, its initial tensors by full name.
+    world: what the textbook gets: data, batches and draws.
+    starts: the initial tensors of each replica, by full name.
     """
 
     ended: FinishedRun
@@ -207,9 +207,8 @@ def _personal_names(coordinator: Coordinator) -> frozenset[str]:
 def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
     """Return an empty list, to which the run will add a list of jobs for each aggregation.
 
-    A job is a tuple (client, turn, version, samples): "turn" counts the client's earlier jobs,
-    "version" is the received version, and "samples" counts the client's training samples. Jobs are
-    in the order of the aggregation.
+    A job is a tuple (client, turn, version, samples). "turn" counts the client's earlier jobs,
+    "version" is the received version, and "samples" counts the client's training samples.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
@@ -269,8 +268,7 @@ def _assert_equal_columns(
     """Assert that the textbook's columns have the values of raysim's history.
 
     The textbook must have all columns of the methods, except for those in `skips`.
-    rows: the history.
-    skips: the names of columns that the textbook lacks, each with the reason.
+    skips: the reason for each column that the textbook lacks.
     """
     prefixes = tuple(f"{method.name}." for method in methods)
     method_columns = {name for name in rows[-1] if prefixes and name.startswith(prefixes)}
@@ -290,8 +288,8 @@ def assert_equal(
     """Assert that raysim has the same tensors as the textbook, up to rounding, and no others.
 
     where: what is compared, for error messages.
-    tensors, expected: raysim's and the textbook's tensors by name.
-    skips: the names of tensors that only raysim has, each with the reason.
+    tensors, expected: raysim's and the textbook's tensors.
+    skips: the reason for each tensor that only raysim has.
     """
     tensors = {name: value for name, value in tensors.items() if name not in (skips or {})}
     assert tensors.keys() == expected.keys(), (

@@ -65,9 +65,8 @@ def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
 def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
     """Compute a run in which clients train with AdamW, and `rule` makes the server's step.
 
-    Return the server's final model, and each client's AdamW state as client state.
-    rule(x, update): the next parameters, from the current parameters x and the mean update, all as
-    vectors.
+    Return the server's final model, and AdamW's state as client state.
+    rule(x, update): the next parameters, from the parameters x and the mean update, as vectors.
     """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     for jobs in world.rounds:

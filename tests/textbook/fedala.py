@@ -1,7 +1,7 @@
 """FedALA: Zhang et al. 2023, Algorithm 1, for the head or for the whole model.
 
-x: the received parameters. y': the client's parameters after its last job. W: learned weights, a
-number from 0 to 1 for each parameter. A job starts from the mixture y' + (x - y') W.
+x: the received parameters. y': the client's last trained parameters. W: learned weights from 0 to
+1, one per parameter. A job starts from y' + (x - y') W.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
     def learnt(job: Job) -> Params:
         """Train the weights W with which a client mixes two models, and return W.
 
-        The first training of a client makes passes over the samples until the loss is stable, at
-        most 100. Each later training makes one pass.
-        job: the job that starts from the mixture.
+        A client's first training makes passes over the samples until the loss is stable, at most
+        100. Each later training makes one pass.
         """
         i, first = job.client, job.client not in shares
         w = shares.get(i, {name: torch.ones_like(x[name]) for name in names})

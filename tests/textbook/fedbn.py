@@ -19,9 +19,9 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
     """Run FedAvg in which tensors of the BatchNorm layer stay on the clients.
 
     scope: which tensors stay, a key of `SCOPES`.
-    mu: the weight of FedProx's term, which pulls the shared parameters only.
-    reestimate: True scores a client that never trained with BatchNorm statistics of its training
-    samples.
+    mu: the weight of FedProx's term, for shared parameters only.
+    reestimate: True uses the training samples' BatchNorm statistics to score a client that never
+    trained.
     """
     stays = [f"{NORM}.{name}" for name in SCOPES[scope] if f"{NORM}.{name}" in world.start]
     shared = {name: tensor for name, tensor in world.start.items() if name not in stays}

@@ -106,10 +106,10 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
     """Return a function that draws `size` different rows from a pool of pseudo-data.
 
-    The function's argument is the number of a model version, which seeds the draw.
-    pool: mean samples, equally many of each client.
-    sources: with "unbalanced", a row's probability is proportional to its client's number of
-    samples. Otherwise all rows are equally likely.
+    The function gets the number of a version, which seeds the draw.
+    pool: equally many rows of each client.
+    sources: with "unbalanced", a row's probability is proportional to its client's samples.
+    Otherwise all rows are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)
@@ -150,8 +150,8 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Return a function that makes `size` rows of pseudo-data from public images.
 
-    The function's argument is the number of a model version, which seeds the draw. A row is the
-    mean of `count` random images (FedBR, Algorithm 3).
+    The function gets the number of a version, which seeds the draw. A row is the mean of `count`
+    random images (FedBR, Algorithm 3).
     sources: with "unbalanced", all images are equally likely; otherwise all classes.
     """
     images, labels = world.drawn["proxy"]

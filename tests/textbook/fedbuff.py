@@ -27,8 +27,7 @@ def staleness_weights(
 
     If the run weighs clients by samples, the weight is multiplied by the client's number of
     samples.
-    version: the number of aggregations before this one; s is `version` minus the version that the
-    job received.
+    version: the number of aggregations before this one.
     """
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
@@ -47,9 +46,9 @@ def direction(at: Cohort, normalization: str) -> Tensor:
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
     """Compute a run of FedBuff, which adds a weighted sum of updates to the model.
 
-    An update of staleness s has the weight (1 + s)^-exponent, times the client's number of samples
+    exponent: an update of staleness s has the weight (1 + s)^-exponent, times the client's samples
     if the run weighs by samples.
-    normalization: the divisor of the sum: the number of updates ("count"), the sum of the weights
+    normalization: the sum's divisor: the number of updates ("count"), the sum of the weights
     ("weights") or 1 ("none").
     """
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
@@ -61,7 +60,6 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 
     The sum, divided by the number of updates, replaces the mean update.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
-    settings: arguments of the class `Adaptive`.
     """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
@@ -76,7 +74,6 @@ def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
 
     The sum is divided by the number of updates. The step size uses the same weights.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
-    settings: arguments of `fedexp`.
     """
     weigh = partial(staleness_weights, exponent=exponent)
     return fedexp(

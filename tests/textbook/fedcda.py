@@ -29,7 +29,7 @@ from textbook.world import Book, Params, World
 
 @dataclass
 class History:
-    """All models that a client has sent, oldest first; the server's cache has the last K.
+    """All models that a client has sent, oldest first.
 
     losses: for each model, the mean batch loss in the last epoch of its job.
     rounds: for each model, the number of aggregations before the model arrived.
@@ -136,8 +136,8 @@ def fedcda(
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
     """Return FedCDA's server state: the cached models of all clients, with their losses.
 
-    seen: the models of each client that has sent a model.
-    "fedcda.models" is [clients, memory, d]. Model k = 0, 1, ... of a client is at the index k mod
+    seen: the sent models by client.
+    "fedcda.models" is [clients, memory, d]. A client's model k = 0, 1, ... has the index k mod
     `memory`.
     """
     order = list(trainable(world.start))

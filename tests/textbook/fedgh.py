@@ -1,6 +1,4 @@
-"""Two algorithms that are called FedGH.
-
-`fedgh` is FedGH of Zhang et al. 2024; `hierarchical` is what the code of FedLD calls FedGH.
+"""Two algorithms called FedGH: `fedgh` (Zhang et al. 2024) and `hierarchical` (FedLD's code).
 
 G_i: client i's update before any projection. g_i: this update after the projections so far. r: the
 direction by which `hierarchical` sorts updates. Two updates conflict if their dot product is

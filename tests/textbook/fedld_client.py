@@ -26,10 +26,10 @@ def margins(f: Tensor, y: Tensor) -> Tensor:
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
     """Run FedAvg with the cross-entropy plus lam times a penalty on large logits.
 
-    f_b: the logits of sample b. rho_b: the margin of sample b (`margins`).
-    kind: "marg_log" is the mean of log(1 + |f_b|^2), eq. (3); "batch_softmax" log(1 + the sum of
-    squared probabilities of the batch); "logit_l2" the mean of |f_b|^2; any other text the mean of
-    max(rho_b - threshold, 0)^2.
+    f_b, rho_b: the logits and the margin (`margins`) of sample b.
+    kind: "marg_log": mean log(1 + |f_b|^2), eq. (3). "batch_softmax": log(1 + sum of squared
+    probabilities of the batch). "logit_l2": mean |f_b|^2. Any other text: mean max(rho_b -
+    threshold, 0)^2.
     """
 
     def penalty(f: Tensor, y: Tensor) -> Tensor:

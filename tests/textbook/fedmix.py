@@ -1,7 +1,7 @@
 """FedMix and NaiveMix: Yoon et al. 2021, Proposition 1 and the local update.
 
-x, y: inputs and labels of a batch. x_bar, y_bar: a pair, the mean input and the mean label of
-random samples of one client. CE(u, y): the cross-entropy of the outputs for the input u.
+x, y: inputs and labels of a batch. x_bar, y_bar: a pair, the mean input and label of random samples
+of one client. CE(u, y): the cross-entropy for the input u.
 
 Clients send their pairs once. A step draws from all pairs without replacement.
 """
@@ -37,9 +37,8 @@ def means(world: World, client: int, rows: np.ndarray) -> Pairs:
 def pooled(world: World, count: int, samples: int) -> Pairs:
     """Return the pairs of all clients, one client after another.
 
-    A pair is the mean input and the mean label of random samples of one client.
+    A pair is the mean input and the mean label of `samples` random samples of one client.
     count: the number of pairs of each client.
-    samples: the number of samples in a pair.
     """
     parts = []
     for client, (x, _) in enumerate(world.data):

@@ -19,9 +19,9 @@ from textbook.world import Book, World
 class ServerMomentum:
     """Server momentum: u <- beta u + D, and x <- x + eta u.
 
-    x: the server's parameters. D: the mean update. u: the momentum, which starts at 0.
+    x: the server's parameters. D: the mean update. u: the momentum, first 0.
     lr, momentum: eta and beta.
-    nesterov: True replaces the second formula by x <- x + eta (D + beta u).
+    nesterov: True uses x <- x + eta (D + beta u).
     """
 
     def __init__(self, world: World, lr: float, momentum: float, nesterov: bool = False):

@@ -42,7 +42,7 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
     """Compute a run of FedSAM: FedAvg with local gradients from a point of higher loss.
 
-    rho, eta: arguments of `uphill`, which computes the gradient of a step at such a point.
+    rho, eta: arguments of `uphill`.
     mu: the weight of FedProx's gradient mu (p - x), for parameters p and received parameters x.
     """
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}

@@ -1,8 +1,7 @@
-"""FedSpeed: Sun et al. 2023, Algorithm 1.
+"""FedSpeed: Sun et al. 2023, Algorithm 1, without the normalisation of g1 in theta + rho g1.
 
 theta: the parameters during a job. theta_K: the parameters after the job's last step. c_k: the
-correction that client k keeps. g1: the gradient at theta. g2: the gradient at theta + rho g1. The
-extra step, from theta to theta + rho g1, does not normalise g1.
+correction that client k keeps. g1, g2: the gradients at theta and at theta + rho g1.
 """
 
 from __future__ import annotations

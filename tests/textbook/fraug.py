@@ -90,9 +90,8 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     """Return FRAug's distance D between two sets of embeddings, given as rows.
 
-    metric: "mse" is the mean square of a - b. "mmd_moments" is the mean squared difference of the
-    two means, plus that of the two covariance matrices. Any other text is the squared MMD with five
-    Gaussian kernels.
+    metric: "mse" compares the rows, and "mmd_moments" the means and the covariance matrices, by
+    mean squares. Any other text is the squared MMD with five Gaussian kernels.
     """
     if metric == "mse":
         return (a - b).square().mean()
@@ -117,7 +116,6 @@ def distance_of_labels(
 ) -> Tensor:
     """Return the distance between two sets of embeddings whose classes are known.
 
-    a, b: a row for each embedding.
     metric: "mmd_classes" is the squared MMD within a class, averaged over the classes in both sets;
     0 without such a class. For other metrics, `distance` compares all embeddings.
     """
@@ -145,11 +143,9 @@ def mean_of(numbers: list[float]) -> float:
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     """Compute a run of FRAug. Each batch has three steps: for classifier, generator and RTNet.
 
-    All tensors that do not stay on clients are averaged.
-
     rounds: the round from which the weights in the losses are constant; None changes some weights
     in every round.
-    settings: arguments of raysim's class `FRAug`, by name.
+    settings: arguments of raysim's class `FRAug`.
     """
     get = {
         "noise_dim": 256,

@@ -1,7 +1,7 @@
 """GroupDRO: Sagawa et al. 2020, Algorithm 1, where each client is a group (FedBR, Appendix A).
 
 q_i: the weight of client i; at the beginning, all q_i add up to 1. l_i: the client's loss in this
-round. eta: the step size. The server state contains log q_i.
+round. eta: the step size. The server state has log q_i.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """LoRA (Hu et al. 2022) on the network of `textbook.plain`, and rules for its factors.
 
-W0, b: the hidden layer's weight and bias, frozen in `World.drawn`. A [r, inputs], B [outputs, r]:
-the factors of rank r. s: the scaling of B A. P: the product B A at the server. p_i: a client's
-normalised weight.
+W0, b: the hidden layer's frozen weight and bias. A [r, inputs], B [outputs, r]: the factors of rank
+r. s: the scaling of B A. P: the product B A at the server. p_i: a client's normalised weight.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 
 
 def factor_mean(world: World, scaling: float) -> Book:
-    """Compute a run of FedIT or FFA-LoRA, whose server averages all trained tensors.
+    """Compute a run of FedIT (Zhang et al. 2024) or FFA-LoRA; the server averages tensors.
 
-    `world.start` has the trained tensors, `world.drawn` the frozen ones. B is always trained. A is
-    trained in FedIT (Zhang et al. 2024) and frozen in FFA-LoRA.
+    `world.start` has the trained tensors: B, and for FedIT also A. `world.drawn` has the frozen
+    tensors.
     scaling: the scaling of the product B A.
     """
     loss = adapted_loss(world.drawn, scaling)
@@ -95,8 +94,7 @@ def drawn_ranks(world: World, ranks: Sequence[int]) -> list[int]:
 def cut(x: Mapping[str, Tensor], rank: int) -> Params:
     """Return a copy of a model whose LoRA factors are cut to rank `rank`.
 
-    The rows of A and the columns of B from index `rank` on become 0; indices start at 0.
-    x: the model's tensors, with A [r, inputs] and B [outputs, r].
+    The rows of A [r, inputs] and the columns of B [outputs, r] from index `rank` on become 0.
     """
     a, b = x[A].clone(), x[B].clone()
     a[rank:], b[:, rank:] = 0.0, 0.0

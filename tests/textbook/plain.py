@@ -86,9 +86,8 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 
 
 class Sgd:
-    """SGD with momentum, weight decay and gradient clipping, computed by hand.
+    """SGD with momentum, weight decay and gradient clipping by hand, otherwise as in PyTorch.
 
-    Momentum and weight decay are those of PyTorch's SGD.
     clip: the largest norm of all gradients as one vector. Larger gradients are scaled to this norm
     before weight decay is added. 0 scales none.
     """

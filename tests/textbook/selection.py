@@ -31,12 +31,11 @@ def power_of_choice(
     candidates: int,
     count: int,
 ) -> list[int]:
-    """Draw candidates in proportion to their samples, and return those with the largest losses.
+    """Draw candidates in proportion to their samples; return those with the largest losses.
 
     samples: the number of samples of each idle client.
-    losses: the known losses by client; unknown losses count as infinite.
-    candidates: the number of candidates.
-    count: the number of clients to return.
+    losses: an unknown loss counts as infinite.
+    candidates, count: the numbers of clients to draw and to return.
     """
     drawn = draw(generator, samples, candidates)
     chosen: list[int] = []

@@ -35,10 +35,10 @@ class Cohort:
     """The jobs of one aggregation, as a server rule gets them.
 
     version: the number of earlier aggregations.
-    jobs: the m jobs, in the order in which they are aggregated.
-    x: the shared model's parameters before the aggregation, [d].
-    changes: the update of each job, [m, d].
-    weights: the weight of each job before normalisation, [m].
+    jobs: m jobs, in the order in which they are aggregated.
+    x: the parameters before the aggregation, [d].
+    changes: the updates, [m, d].
+    weights: the weights before normalisation, [m].
     """
 
     version: int
@@ -65,8 +65,8 @@ def run_server_rule(
 ) -> Book:
     """Return the results of rounds at whose end `rule` computes the next parameters [d].
 
-    Each job trains from the model version that it received. Buffers are averaged.
-    weigh(world, version, jobs): the weights of the jobs before normalisation.
+    Buffers are averaged.
+    weigh(world, version, jobs): the jobs' weights before normalisation.
     after(model): called with the new model's tensors at the end of each round.
     """
     names, models = trainable(world.start), [dict(world.start)]

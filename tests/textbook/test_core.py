@@ -49,9 +49,8 @@ def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
 def late(**changes: Any) -> dict[str, Any]:
     """Return the arguments `schedule` and `run` of `Row` for a run with stale updates.
 
-    All four clients always have a job in flight, and an aggregation uses two updates. The slowest
-    client has the most samples.
-    changes: further settings of the run, such as weighting="uniform".
+    All four clients always have a job in flight, and an aggregation uses two updates.
+    changes: further settings of the run.
     """
     return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | changes}
 

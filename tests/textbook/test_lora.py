@@ -95,9 +95,8 @@ def test_lora_method_equals_its_textbook_computation(name: str) -> None:
 class Witness(Method):
     """A method that measures how far the server's aggregation is from an exact average.
 
-    W_old and W_new: the matrix of the layer with an adapter, before and after the aggregation.
-    W_mean: the weighted mean of the clients' trained matrices. The method reports |W_new - W_mean|
-    / |W_mean - W_old|.
+    W_old, W_new: the adapter layer's matrix before and after the aggregation. W_mean: the weighted
+    mean of the clients' matrices. The method reports |W_new - W_mean| / |W_mean - W_old|.
     """
 
     name = "witness"

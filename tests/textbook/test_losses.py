@@ -33,10 +33,9 @@ from textbook.moon import moon
 def lacking(*classes: set[int]) -> Any:
     """Return federated data in which each client has exactly the training samples of its classes.
 
-    One sample is an exception: the last client also has a sample of class 0. No client has test
-    samples.
+    As an exception, the last client also has a sample of class 0. There are no test samples.
 
-    classes: the classes of each client. No class may be in two sets.
+    classes: a set for each client. No class may be in two sets.
     """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels

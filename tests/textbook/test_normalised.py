@@ -110,8 +110,8 @@ def test_fednova_warns_if_its_mu_is_not_the_mu_of_fedprox() -> None:
 def test_fednova_reaches_minimum_of_the_mean_loss_unlike_fedavg() -> None:
     """Two clients have the losses x^2 / 2 and (x - 1)^2 / 2, and train in 1 and 10 steps.
 
-    The mean loss has its minimum at 0.5. With a small learning rate, FedAvg ends near 10/11, the
-    mean of both optima weighted by steps.
+    The mean loss is minimal at 0.5. FedAvg ends near 10/11, the mean of both optima weighted by
+    steps.
     """
     steps, optima, rate = [1, 10], [0.0, 1.0], 1e-3
 

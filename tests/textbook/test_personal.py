@@ -72,8 +72,8 @@ def adapting(how: Finetune) -> dict[str, Any]:
 def pooling(settings: Local, **study: Any) -> Row:
     """Return a comparison of centralized training with its textbook.
 
-    Centralized training pools the data of four clients in one client. A round has as many samples
-    as a federated round with three clients.
+    One client has the data of four. A round has as many samples as a federated round with three
+    clients.
 
     settings: `local.*` of the federated run.
     study: further arguments of `tiny_runs.run_spec`.
@@ -120,7 +120,6 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
     """Return a comparison of PartialFed with its textbook, for a policy that changes quickly.
 
-    The policy's temperature is halved in each version, from 2 to at least 0.6.
     sampled: True draws for each layer whether it is loaded from the shared model. False takes the
     more probable choice.
     """

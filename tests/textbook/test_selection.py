@@ -30,9 +30,8 @@ def logged_run(
 ) -> tuple[FinishedRun, list[dict[int, float]], list[dict[int, float]]]:
     """Run `rounds` rounds with the selection `rule`; return the run and two lists of losses.
 
-    Both lists have the losses by client for each aggregation. The first list has the reported
-    losses. The second one has the losses of all clients at the version before the aggregation,
-    computed here.
+    Both lists have losses by client for each aggregation: the reported ones, and those of all
+    clients at the version before, computed here.
     """
     spec = run_spec(data=tiny_data(clients=14, samples=300), seed=SEED, selection=rule)
     coordinator = coordinate(spec, Synchronous(COHORT), Lognormal(), rounds=rounds)

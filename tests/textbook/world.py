@@ -15,11 +15,11 @@ Params = dict[str, Tensor]  # By full name, such as "model.extractor.1.weight".
 class Job:
     """One job of one client.
 
-    turn: the index of the job among the client's jobs, from 0.
-    version: the model version that the job received.
+    turn: the index of the job among the client's jobs.
+    version: the received version.
     samples: the number of the client's training samples.
     batches: for each step, inputs float64 [B, ...] and labels int64 [B].
-    draws: for each step, the random values that a method drew, by name.
+    draws: for each step, a method's random values by name.
     """
 
     client: int
@@ -63,10 +63,9 @@ class World:
 class Book:
     """The results that raysim must have at the end, named as in raysim's checkpoints.
 
-    shared: the shared model.
-    private: the client state of each client that took part.
-    server: the server state.
-    columns: columns of the history, one value per round.
+    shared, server: the shared model and the server state.
+    private: the state of each client that took part.
+    columns: the history's columns, one value per round.
     own: the tensors with which each client is scored.
     """
 

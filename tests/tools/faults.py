@@ -99,8 +99,8 @@ TICK = os.sysconf("SC_CLK_TCK")
 class Case:
     """A run, and a fault that disturbs it.
 
-    method, schedule, runtime: keys of `METHODS`, `SCHEDULES` and `RUNTIMES`.
-    victim: the kind of process that gets a signal, a key of `VICTIMS`.
+    method, schedule, runtime, victim: keys of `METHODS`, `SCHEDULES`, `RUNTIMES` and `VICTIMS`. The
+    victim gets a signal.
     moment: when the fault happens, as a share of the undisturbed run's CPU time.
     """
 
@@ -265,11 +265,10 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals of a case to one random process of the run.
+    """Send the signals of a case to a random process of the run with the role `case.victim`.
 
-    The process has the role `case.victim`, such as "worker". Without such a process, nothing is
-    sent. One second after SIGSTOP, the process is killed, unless it is a worker: the run itself
-    replaces a suspended worker.
+    Without such a process, nothing is sent. One second after SIGSTOP, the process is killed, unless
+    it is a worker, which the run itself replaces.
     """
     if not (found := processes(run, case.victim)):
         return
@@ -362,10 +361,10 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the results of a case's run without the fault, with the CPU time of the run.
+    """Return the results of a case's run without the fault, with the run's CPU time.
 
-    The results are stored for later cases with the same command line. If `case.moment` is 0, the
-    CPU time does not matter, and the run uses runtime=inprocess, whose results equal those of Ray.
+    The results are stored for later calls. If `case.moment` is 0, the CPU time does not matter, and
+    the run uses runtime=inprocess in place of Ray.
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")
@@ -476,7 +475,6 @@ def cost(pairs: int) -> None:
 
     Print the difference in wall seconds for each pair of a disturbed and an undisturbed run, and
     the median.
-    pairs: the number of pairs.
     """
     more = []
     for pair in range(pairs):

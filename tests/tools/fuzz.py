@@ -169,12 +169,10 @@ def files(folder: Path) -> set[str]:
 
 
 def case(kind: str, words: list[str], folder: Path) -> None:
-    """Run one `raysim` command, and count its result in `FOUND`.
+    """Run one `raysim` command, and count its result under `kind` in `FOUND`.
 
     The case is broken if the command shows a bug, such as an unhandled exception. Raise
     AssertionError for a broken case if `FOUND.strict` is set.
-    kind: the name under which the result is counted.
-    words: the arguments of `raysim`.
     folder: the working directory.
     """
     before, here, peak = files(folder), os.getcwd(), peak_memory_bytes()
@@ -293,8 +291,8 @@ NODES = st.recursive(
 def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
-    They are the keys of a run with three methods, without those of tracking, and the names of all
-    groups. Four wrong keys are added: one does not exist, three are sections.
+    They are the keys of a run with three methods, without those of tracking, the names of all
+    groups, and four wrong keys.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
@@ -445,7 +443,7 @@ def damage(data: Any, path: Path) -> None:
 
 @cache
 def prepared(kind: str) -> Path:
-    """Return a folder with undamaged files, which a case copies before it damages the copy.
+    """Return a folder with undamaged files, for copies that cases damage.
 
     kind: "parquet", "strips", "pictures", "idx", "numpy", "leaf", "trace", "fedscale" or "options".
     For another text, the folder has a finished run in `out` and cached data in `cache`.

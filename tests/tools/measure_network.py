@@ -94,9 +94,8 @@ def measure(
 ) -> Measurement:
     """Make a run and measure its rounds, from round `FIRST_ROUND` to the last round but one.
 
-    The first round of a run is round 0.
     turn, schedule, kind: labels of the result; they do not change the run.
-    overrides: the overrides of the run, with those of the schedule.
+    overrides: the run's overrides, with those of the schedule.
     """
     words = ["python", "-c", PROGRAM, *STUDY, *overrides]
     words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
@@ -234,9 +233,8 @@ def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> s
 def main() -> None:
     """Measure runs on a cluster whose nodes have separate networks; print a Markdown table.
 
-    Without --nodes, the table has seconds and traffic of a round, on undisturbed and on disturbed
-    links. With --nodes, it has the number of vectors that the coordinator's node receives in a
-    round.
+    The table has a round's seconds and traffic on undisturbed and on disturbed links. With --nodes,
+    it has the number of vectors that the coordinator's node receives.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

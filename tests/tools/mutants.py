@@ -76,8 +76,7 @@ MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """Return about `count` mutants, which are spread evenly over each file.
 
-    Every file gets a few mutants (`LEAST`). The others are divided in proportion to the possible
-    mutants of each file.
+    Every file gets a few mutants (`LEAST`), and further ones in proportion to its possible mutants.
     globs: patterns for the paths of the files to change.
     """
     rng = random.Random(seed)
@@ -185,8 +184,8 @@ class Mapper:
 
         "seconds": the CPU seconds of each test.
         "failed": the tests that failed.
-        "lines": for each file and line inside a function, a hexadecimal number. Bit k is 1 if the
-        k-th test in "seconds" executes the line.
+        "lines": a hexadecimal number for each line inside a function. Bit k is 1 if the k-th test
+        in "seconds" executes the line.
         """
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
@@ -212,7 +211,7 @@ class Mapper:
 class Map:
     """A record of which tests execute which lines, and of the CPU seconds of each test.
 
-    lines: for each file and line, an integer. Bit k is 1 if tests[k] executes the line.
+    lines: an integer by file and line. Bit k is 1 if tests[k] executes the line.
     stored: the record in the format of `Mapper.result`.
     """
 
@@ -283,9 +282,9 @@ class Map:
     def portions(self, mutant: Mutant, cap: float) -> list[list[str]]:
         """Return the tests to run for a mutant: a list of quick tests, then a list of other tests.
 
-        Quick tests are from the test files closest to the mutant's file. The second list begins
-        with the tests that are most likely to notice the mutant. An empty list is left out.
-        cap: the largest CPU time of the second list in seconds; 0 for no limit.
+        Quick tests are from the files closest to the mutant's file. The second list begins with the
+        tests most likely to notice the mutant. Empty lists are left out.
+        cap: the second list's largest CPU time in seconds; 0 for no limit.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
@@ -331,10 +330,9 @@ WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datase
 class Asked:
     """A request to run tests in a child process, in a copy of the working tree.
 
-    tests: tests, or test files.
     limit: the allowed CPU time in seconds.
-    mapped: True runs whole files, and records which lines of raysim each test executes. False stops
-    at the first failure.
+    mapped: True runs whole files, and records which lines each test executes. False stops at the
+    first failure.
     """
 
     tests: Sequence[str]
@@ -381,9 +379,8 @@ def warm() -> None:
 def child(copy: Path, asked: Asked) -> NoReturn:
     """Run tests in this process, write the result to a file, and end this process.
 
-    copy: a copy of the working tree, from which the tests import raysim. It contains the mutant, if
-    one is tested. The result is written to its file `.answer`.
-    asked: the tests, and how to run them.
+    copy: the copy of the working tree, with the mutant, if any, from which the tests import raysim.
+    The result is written to `.answer` in this folder.
     """
     code = 70
     try:
@@ -699,8 +696,8 @@ def print_mutants(mutants: dict[int, Mutant]) -> None:
 def main() -> None:
     """Test mutants of raysim, each of which is the source with one change.
 
-    Print how many and which mutants no test notices. Write the result of each mutant to the JSON
-    file of --out. With --list, only print the mutants.
+    Print which mutants no test notices, and write all results to the JSON file of --out. With
+    --list, only print the mutants.
     """
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about)

@@ -1,8 +1,7 @@
 """Make mutants of a Python source, for the command `mutants`.
 
-A mutant is a copy with one change, in a sign, operator, comparison, constant, name or the order of
-statements or arguments. Some parts never change, such as messages, annotations, imports and
-assertions.
+A mutant is a copy with one change, such as in an operator, a constant, a name or the order of
+statements. Some parts never change, such as messages and imports.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Mutant:
     """One change of one file: `new` replaces the bytes from `start` to `end`.
 
     lines: the first and last line of the changed statement.
-    scopes: the same of each function or class around this statement, innermost first.
+    scopes: the first and last line of each enclosing function or class, innermost first.
     label: the change in words, by which it is found if lines move.
     """
 

@@ -141,9 +141,8 @@ class Link:
 class Traffic:
     """The bytes that went over a machine's link since the machine was made.
 
-    received, sent: the bytes including the headers of packets.
-    resent: an upper estimate of the bytes that TCP sent again, without headers: the number of
-    repeated segments times `SEGMENT_BYTES`.
+    received, sent: the bytes with the headers of packets.
+    resent: an upper estimate, without headers: the repeated TCP segments times `SEGMENT_BYTES`.
     """
 
     received: int  # by the machine
@@ -152,9 +151,8 @@ class Traffic:
 
 
 class Machine:
-    """A machine of a `NetworkCluster`. A new machine is switched on.
+    """A machine of a `NetworkCluster`, which `kill` switches off and `start` switches on again.
 
-    `kill` switches the machine off, and `start` switches it on again.
     number: the index of the machine in the cluster, from 0.
     link: the properties of the machine's link to the switch.
     """
@@ -360,7 +358,6 @@ class Machine:
 class NetworkCluster:
     """Machines that are joined by a switch, for use in a `with` statement.
 
-    machines: the number of machines.
     links: rate, delay and loss of links, by machine number. All other links have no limit, delay or
     loss.
     environment: further environment variables of all processes.
@@ -449,13 +446,12 @@ def open_tap(namespace: str, name: str) -> int:
 def relay(switch: str, near: str, far: str, delay_s: float, loss: float, seed: int) -> None:
     """Pass frames between two new network devices of the switch, with delays and losses.
 
-    This function never returns: kill its process to end it.
+    This function never returns.
 
     switch: the network namespace of the switch.
     near, far: the names of the devices.
-    delay_s: the delay in each direction, in seconds.
+    delay_s: the delay in each direction.
     loss: the fraction of frames that are lost.
-    seed: the seed of the losses.
     """
     taps = [open_tap(switch, near), open_tap(switch, far)]
     other = dict(zip(taps, reversed(taps), strict=True))
@@ -496,7 +492,7 @@ def prompt(cluster: NetworkCluster, cpus: int) -> None:
     """Execute commands from the standard input, until `quit` or the end of the input.
 
     The text at the beginning of this file explains the commands.
-    cpus: the number of CPUs that a machine declares to Ray if a command starts the machine.
+    cpus: the number of CPUs that a newly started machine declares to Ray.
     """
     for line in read_lines():
         for words in map(str.split, line.split(";")):

@@ -61,7 +61,7 @@ def checksums(summary: dict[str, Any]) -> tuple[str, str]:
 def expected(folder: Path, rounds: int, *words: str) -> tuple[str, str]:
     """Make a run with `runtime=inprocess`; return the checksums of its model and state.
 
-    A run on the cluster with the same overrides must have the same checksums.
+    A run on the cluster must have the same checksums.
     folder: the parent folder of the run's folder.
     words: overrides, in addition to `OVERRIDES`.
     """
@@ -165,9 +165,8 @@ def test_sum_of_updates_is_sent_only_once_over_a_slow_link(
 ) -> None:
     """Train over a slow link; each sum of updates is sent once, and the results stay the same.
 
-    Sending a sum takes over three seconds, and raysim looks for lost nodes every second. The
-    coordinator's machine receives at most 30% more bytes than the history says. The checksums equal
-    those of a run in one process.
+    Sending a sum takes longer than the time between two checks for lost nodes. The coordinator's
+    machine receives at most 30% more bytes than the history says.
     """
     head, _, lost = network.machines
     lost.start()

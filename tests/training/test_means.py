@@ -137,8 +137,8 @@ def by_hand(
 
     A sample counts as often as a job trains on it. Steps with another loss are left out.
     losses: the losses of each client's samples.
-    jobs: pairs of a client and the index of its job.
-    watch: the method that has recorded the samples of each batch.
+    jobs: pairs of a client and the job's index.
+    watch: has recorded the batches.
     """
     seen = []
     for client, turn in jobs:

@@ -52,8 +52,7 @@ def mean_area_under_curve(labels: np.ndarray, outputs: np.ndarray) -> float:
     """Return the mean area under the ROC curve over the columns of `labels` with both 0 and 1.
 
     The result is nan without such a column.
-    labels: 0 or 1 for each sample and label, [samples, labels].
-    outputs: the scores of the model, [samples, labels].
+    labels, outputs: the labels, 0 or 1, and the model's scores, [samples, labels].
     """
     areas = [
         roc_auc_score(labels[:, column], outputs[:, column])
@@ -132,8 +131,8 @@ def check_metric(kind: Kind, name: str, samples: int, width: int, fraction: floa
     """Compare a metric with scikit-learn's on random labels and outputs.
 
     width: the number of outputs of each sample.
-    fraction: for classification, the fraction of classes that have labels, at least one class. For
-    "multilabel", the probability that a label is 1. For regression, unused.
+    fraction: for classification, the fraction of classes that have labels. For "multilabel", the
+    probability that a label is 1.
     """
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)

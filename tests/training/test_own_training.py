@@ -182,9 +182,8 @@ def test_own_training_refuses_settings_of_training_steps(setting: str, value: ob
 class Replacing(Method):
     """A method whose training function adds 1 to each tensor, or makes a mistake.
 
-    how: "assign" replaces the model's tensors, which are views of raysim's vector, by new ones. The
-    mistakes are "shape" (changes a tensor's shape), "result" (returns a wrong type) and "error"
-    (raises SystemExit).
+    how: "assign" puts new tensors into the model. The mistakes are "shape" (changes a tensor's
+    shape), "result" (returns a wrong type) and "error" (raises SystemExit).
     """
 
     name = "replacing"

@@ -177,7 +177,6 @@ class Starting(Method):
 
     Each step asserts that the head is also zero in `job.frozen()`, a copy of the model from which
     the job started.
-    steps: the number of steps so far.
     """
 
     name = "starting"

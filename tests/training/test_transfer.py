@@ -33,9 +33,9 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A PyTorch mode that counts calls of functions that wait for a device or copy from it.
+    """A PyTorch mode that counts calls that wait for a device or copy from a device.
 
-    count["waits"]: the number of calls of functions that wait for a device, such as `Tensor.item`.
+    count["waits"]: the number of calls such as `Tensor.item`.
     count["copies"]: the number of calls of `Tensor.cpu`.
     """
 

@@ -52,7 +52,6 @@ def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow")
 
     gains: for each seed, the accuracy of FedBSS minus that of FedAvg.
     base: the accuracy of FedAvg.
-    setting: the setting's name in `jobs.papers.settings`.
     """
     runs = []
     for seed, gain in enumerate(gains):
@@ -195,8 +194,6 @@ def _planned(setting: Setting, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield settings and methods of all runs that a setting's study makes, for one seed.
 
     The methods are written without the overrides in `LENGTHS`.
-    setting: the study of the setting is a command of `raysim study`, jobs/studies.sh or
-    jobs/papers/gpu.sh.
     folder: a folder for the files of `started`.
     """
     program, *words = shlex.split(setting.study.removeprefix("bash "))

@@ -33,11 +33,10 @@ IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
 
 
 def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path:
-    """Write a folder with the files of a finished run, without training; return the folder.
+    """Write the folder of a finished run, without training; return the folder.
 
     The data split, the identity and the checksums are constants of this module.
-    words: the overrides of the run.
-    history: the rows of the run's history.
+    words, history: the run's overrides and history rows.
     """
     run = make(folder, words, history)
     summary = json.loads((folder / "summary.json").read_text())

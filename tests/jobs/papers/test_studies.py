@@ -25,8 +25,8 @@ SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 def started(folder: Path, *names: str) -> list[list[str]]:
     """Run jobs/studies.sh; return the arguments of each `raysim` command that it starts.
 
-    In place of `raysim`, the script starts a program that writes the arguments to a file.
-    folder: the folder for this program and this file.
+    In place of `raysim`, the script starts a program that writes the arguments to a file in
+    `folder`.
     names: the arguments of the script.
     """
     program, said = folder / "raysim", folder / "said"
@@ -60,7 +60,6 @@ def same(stored: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
     A key that only one run has is ignored, because stored runs may lack newer settings. Planned
     values in `OPEN` equal all stored values.
-    stored, planned: the settings as text, by key.
     """
     both = {(key, planned[key]): value for key, value in stored.items() if key in planned}
     return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
