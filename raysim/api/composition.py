@@ -146,9 +146,9 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    There is a warning for a method that overrides no hook, keeps the default weighting and does not
-    pool data. There is also one for a public function that no function of the class calls. Its name
-    must be almost the name of a hook that the method does not override.
+    Warn about a method that overrides no hook, keeps the default weighting and pools no data. Warn
+    about a public function that nothing in its class calls, if its name is almost that of a hook
+    that the method does not override.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
@@ -336,10 +336,10 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
 
 
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError if other methods do not fit the method that declares `run.train`.
+    """Raise ValueError if a method does not fit the method that declares `run.train`.
 
-    Methods that change raysim's training steps or keep the state of raysim's optimizer do not fit.
-    Methods that need gradients or parameters do not fit a model without them.
+    A method must not change raysim's training steps or keep the state of raysim's optimizer. If the
+    model has no gradients or no parameters, a method must not need them.
     """
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:

@@ -63,11 +63,10 @@ class Compressor(Method):
     """An encoder that makes the updates of clients or the steps of the server smaller.
 
     A subclass sets `name` and overrides `words`, `encode` and `decode`. Its constructor passes
-    `direction` and `feedback` to the constructor of this class.
-
+    `direction` and `feedback` to this constructor.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
-    feedback: the algorithm of error feedback: "none", "ef21" or "ef14". The docstring of
-    `raysim.api.compression` has the formulas.
+    feedback: the algorithm of error feedback: "none", "ef21" or "ef14" (see
+    `raysim.api.compression`).
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
@@ -84,8 +83,8 @@ class Compressor(Method):
 
         values: float32 [layout.trained] on the CPU, finite; do not change them.
         key: a random number below 2^63, a new one for each message.
-        kept: the tensor that `keep` returned after the sender's last message. For the first
-        message, it is the tensor that `initial` returned.
+        kept: the tensor from `keep` after the sender's last message, or from `initial` before the
+        first message.
         """
         raise NotImplementedError
 
@@ -104,11 +103,9 @@ class Compressor(Method):
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
         """Return the tensor that the sender keeps from a message, to encode its next message.
 
-        `encode` gets this tensor as the argument `kept`. By default the tensor is empty. A
-        compressor that overrides this function must also override `initial`, which returns the
-        tensor for the first message.
-
-        message: the encoded message that the sender has just sent, uint32 [words].
+        `encode` gets this tensor as `kept`. It is empty by default. A subclass that overrides this
+        function must also override `initial`, for the first message.
+        message: the message that was just sent, uint32 [words].
         """
         return torch.empty(0)
 
@@ -171,9 +168,7 @@ class Compressor(Method):
         """Call `encode`; return the message as an array that shares no storage with `values`.
 
         values: [layout.trained], the vector to encode, on any device.
-        key: the random number for `encode`.
-        kept: the tensor for `encode` that `keep` returned last, or `initial` before the first
-        message.
+        key, kept: the arguments of `encode`.
         Raise ValueError if the message does not have the size that `words` returns.
         """
         sent = values.to("cpu", torch.float32)
@@ -219,7 +214,7 @@ class Compressor(Method):
         """Declare this compressor, and the state that senders keep from one message to the next.
 
         The state is the memory m of error feedback, and the tensor that `keep` returns. It is
-        client state if clients compress, and server state if the server does.
+        client state if clients compress, and server state if the server compresses.
         """
         run.compress(self)
         run.needs_clients("it compresses what clients send and receive")

@@ -1,8 +1,7 @@
 """The data of a job while it trains: its batches, the model's outputs, and its worker.
 
-The training loop stores the data of a job in a `Context`. A method's hooks get a `LocalJob`
-instead, in which a method uses short names. For example, `job.state["control"]` in a hook of
-SCAFFOLD is the entry "scaffold.control" of `Context.state`.
+The training loop uses a `Context`. Hooks get a `LocalJob` with the short names of their method:
+`job.state["control"]` of SCAFFOLD is the entry "scaffold.control" of `Context.state`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ T = TypeVar("T")
 class Plan:
     """The batches of one job, decided before its first step.
 
-    positions: int64 [sum of sizes], the samples of all batches, one batch after another. A sample
-    is given by its index in the client's list of training samples.
+    positions: int64 [sum of sizes], the samples of all batches, one batch after another. A position
+    is an index in the client's list of training samples.
     sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
     """
@@ -55,7 +54,6 @@ class Plan:
 class WorkerView(Protocol):
     """The attributes and functions of a worker that a job uses during training.
 
-    task: the learning task.
     local: the settings `local.*` of local training.
     partition: the positions of each client's training samples in the data set.
     labels: the labels of all rows of the data set.
@@ -74,8 +72,7 @@ class WorkerView(Protocol):
         """Return normalised inputs [n, ...] and labels of some rows of the data set.
 
         rows: int64 [n], positions in the data set.
-        generator: the generator of the random numbers with which the inputs are augmented; None
-        does not augment them.
+        generator: draws the random augmentation of the inputs; None does not augment them.
         """
         ...
 
@@ -125,9 +122,9 @@ class Batch:
     def add_rows(self, method: str, inputs: Tensor) -> None:
         """Pass more inputs through the model, in the same forward pass as the batch.
 
-        method: the name of the method that adds them.
-        inputs: [R, ...], any number R of additional inputs. In the hook `loss`,
-        `out.rows(method)` returns their features [R, F].
+        method: the name of the method that adds the inputs.
+        inputs: [R, ...], any number R of inputs. In the hook `loss`, `out.rows(method)` returns
+        their features [R, F].
         """
         self.rows = {**(self.rows or {}), method: inputs}
 
@@ -302,7 +299,7 @@ def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
 class Outputs:
     """Features and outputs for one batch, for the hook `loss`.
 
-    They belong to two models: the model that the job trains, and the model from which its training
+    They come from the model that the job trains, and from the model from which the training
     started. Each value is computed at its first use and then stored for all methods.
     """
 

@@ -105,9 +105,9 @@ class Task:
     def metric(self) -> MetricRule:
         """The main metric of the task, such as accuracy.
 
-        The scores of this metric decide which round of a run is the best, and which trial of a
-        sweep. A run also reports the first round in which the scores reach each value of the
-        setting `thresholds`.
+        The scores of this metric decide the best round of a run and the best trial of a sweep. A
+        run also reports the round in which the scores first reach each value of the setting
+        `thresholds`.
         """
         return self.metrics[0]
 
@@ -415,11 +415,11 @@ class Local:
     def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
         """Return the learning rate that `local.schedule` gives, without warm-up and `lr_decay`.
 
-        All arguments have the same unit: model versions with `schedule_over="rounds"`, and steps of
-        a job with `schedule_over="steps"`.
+        All arguments count model versions with `schedule_over="rounds"`, and steps of a job with
+        `schedule_over="steps"`.
         time: the number of the version or step, from 0.
         end: the version or step at which "cosine" and "linear" end.
-        warmup: the number of versions or steps of warm-up, after which "cosine" and "linear" begin.
+        warmup: the length of the warm-up, after which "cosine" and "linear" begin.
         """
         if self.schedule == "constant":
             return self.lr
@@ -435,8 +435,8 @@ class Local:
     def budget(self, samples: int) -> float:
         """Return how many samples a job trains on, summed over all of its epochs or steps.
 
-        This is the number that is planned before training. A job may train on fewer samples if
-        a method selects samples, or if batches at the end of a pass are smaller or left out.
+        A job may train on fewer samples if a method selects samples, or if the last batch of a pass
+        is smaller or left out.
         samples: the number of the client's training samples.
         """
         if self.epochs:
@@ -459,7 +459,6 @@ class Labels(NamedTuple):
 class RunFacts:
     """The facts in a `Participation` that are the same for all jobs of a run.
 
-    task: the learning task.
     local: the settings `local.*`.
     layout: the position of each tensor in the flat vector.
     clients_with_samples: how many clients have training samples.

@@ -44,10 +44,9 @@ class RunSettingsForMethods:
 class Declarations:
     """The declarations of all methods of a run, with the networks and the layout of the run.
 
-    task: the learning task.
     networks: "model", and each network of a method by its full name "method.name".
     layout: the position of each tensor of the networks in the flat vector.
-    methods: the declarations of each method, in the order of the list.
+    methods: the declarations of each method, in the order of the run's list.
     """
 
     task: Task
@@ -58,8 +57,8 @@ class Declarations:
     def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
         """Return the methods that override a hook, in list order, each with its function.
 
-        An entry of the list is a pair: the declarations of the method, and the method's function
-        for the hook. Methods that skip the hook (`Setup.skip`) are left out.
+        An entry is a pair: the method's declarations and its function for the hook. Methods that
+        skip the hook (`Setup.skip`) are left out.
         hook: the name of the hook, such as "loss".
         """
         return [
@@ -76,21 +75,18 @@ class Declarations:
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
-        """Return the declarations of the method that calls `Setup.owns(hook)`, or None.
+        """Return the declarations of the method that calls `Setup.owns(hook)`; None without one.
 
-        None means that no method of the run calls it.
         hook: "loss" for the method that replaces the task loss, "step" for the method that replaces
         the server's step.
         """
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the declarations of the one method that set a given attribute, or None.
+        """Return the declarations of the method that set an attribute; None without one.
 
-        In the returned `MethodDeclaration`, the attribute is not None. If no method of the run set
-        the attribute, the result is None.
-        fact: the name of the attribute, such as "stages" or "train". At most one method of a run
-        may set it.
+        fact: the name of an attribute of `MethodDeclaration`, such as "stages" or "train", that at
+        most one method of a run may set. It is set if it is not None.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
@@ -207,9 +203,9 @@ def declare(
 ) -> Declarations:
     """Call `setup` of each method and return the declarations.
 
-    The coordinator and each worker call this, and get equal results. torch's generator is seeded
-    for each method, so that a method's networks do not depend on the other methods.
-    Raises ValueError if the methods do not fit each other, the data or the model.
+    The coordinator and each worker get equal results. A method's networks do not depend on the
+    other methods, because torch's generator is seeded for each method.
+    Raise ValueError if the methods do not fit each other, the data or the model.
     """
     has_features = is_split(model)
     model, failure = _replace_model(methods, task, model, settings.seed)

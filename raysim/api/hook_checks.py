@@ -50,12 +50,11 @@ class DeclaredState(dict[str, Tensor]):
 
 
 def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
-    """Return `value` unchanged. Raise HookError if its type is not `kind`.
+    """Return `value`, the result of a hook. Raise HookError if its type is not `kind`.
 
-    value: the result of a hook.
     kind: a type, or a tuple of types, as for `isinstance`.
     method, hook: the names of the method and of the hook, for the error.
-    instead: the words of the error that say what the hook should return.
+    instead: the words of the error that say what to return.
     """
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)
@@ -63,10 +62,10 @@ def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
 
 
 def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
-    """Return the random tensors of a job. Raises HookError unless there is one for each step.
+    """Return the random tensors of a job. Raise HookError unless there is one for each step.
 
     values: the result of the function that the method passed to `Setup.draw`.
-    method, name: the name of the method and of the declaration, for the error.
+    method, name: the names of the method and of the tensors, for the error.
     steps: the number of steps of the job.
     """
     hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
@@ -92,7 +91,7 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
 
 
 def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
-    """Return the vector that a hook returned. Raises HookError unless it has an allowed size.
+    """Return the vector that a hook returned. Raise HookError if its size is not allowed.
 
     method, hook: the names of the method and of the hook, for the error.
     sizes: the allowed numbers of entries, by name, such as {"layout.trained": 80}.
@@ -139,7 +138,7 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
 def check_metrics(metrics: Any, method: str) -> dict[str, float]:
     """Return the metrics of a set of samples as a dictionary from names to floats.
 
-    Raises HookError if `metrics` is not a mapping, or if a value is not a number.
+    Raise HookError if `metrics` is not a mapping, or if a value is not a number.
     metrics: the result of the function that the method passed to `Setup.evaluate`.
     method: the name of the method, for the error.
     """
@@ -176,8 +175,7 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
     """Raise HookError if a job has removed or added an entry of its client state.
 
     state: the client state at the end of the job, by "method.name".
-    before: the names of the entries when the job began, including the states of optimizers. None of
-    these entries may be missing in `state`.
+    before: the names of the entries when the job began; all must still be in `state`.
     names: the names that methods have declared. Only entries with these names may be added.
     """
     for name in state:
@@ -194,8 +192,9 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
     """Raise HookError if a job's uploads differ from those that methods have declared.
 
-    upload: the tensors that the job assigned, by "method.name". A tensor must not be undeclared or
-    missing. Its size must be as declared, unless the method passed `planned` to `Setup.upload`.
+    upload: the job's tensors, by "method.name". Each declared name must be present; no undeclared
+    name may be. A tensor must have the declared size, unless the method passed `planned` to
+    `Setup.upload`.
     """
     known: set[str] = set()
     for declared in declarations.methods:
@@ -237,9 +236,9 @@ def format_error(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error as text, shortened for the user.
 
-    If a user's method raised the error, lines of raysim's code are left out. For a HookError, lines
-    of raysim's code are always left out. The text for a HookError also lacks the error's message,
-    because `format_error` returns the message. The text for a HookError is "" if no lines remain.
+    For an error of a user's method and for every HookError, lines of raysim's code are left out.
+    The text for a HookError has no message, because `format_error` returns the message. This text
+    is "" if no lines remain.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

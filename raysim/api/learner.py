@@ -1,8 +1,7 @@
 """Define learners: models that are not `torch.nn.Module`s, such as those of scikit-learn.
 
-The parameters of a learner are arrays in nested dictionaries, lists and tuples. raysim copies the
-arrays into the flat vector of the run, and treats them as it treats the parameters of a neural
-network.
+The parameters of a learner are arrays in nested dictionaries, lists and tuples. raysim copies them
+into the run's flat vector, and treats them like the parameters of a neural network.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ class Learner(Method):
 
         task: the learning task: `task.shape` is the shape of one input, `task.num_classes` the
         number of classes, and `task.kind` the kind of task.
-        rng: the random generator for initial values.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'initial'. Define it.")
 
@@ -95,11 +93,10 @@ class Learner(Method):
     ) -> tuple[Parameters, LocalResult | None]:
         """Train on a client's samples; return the new parameters, and a `LocalResult` or None.
 
+        The `LocalResult` has numbers for the history, such as the training loss.
         parameters: a copy of the version that the client received.
         inputs, labels: the client's training samples, [n, ...] and [n].
-        job: the client's job, with its settings, random generators and client state.
-
-        The `LocalResult` has numbers for the history, such as the training loss.
+        job: has the settings, random generators and client state.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'. Define it.")
 
@@ -136,11 +133,9 @@ class Learner(Method):
         )
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Estimate how many bytes a job will send to the server.
+        """Estimate how many bytes a job will send to the server, `received` by default.
 
-        raysim calls this function only if the learner's parameters are bytes. The virtual clock
-        needs this number before training. The default is `received`.
-        task: the learning task.
+        raysim calls this function before training, and only if the learner's parameters are bytes.
         received: the size in bytes of the version that the job starts from, rounded up to a
         multiple of 4.
         """
@@ -197,9 +192,8 @@ class Learner(Method):
     def fit_client(self, job: LocalJob) -> LocalResult | None:
         """Call the user's `fit` with the received parameters and the client's samples.
 
-        `fit` returns a pair: new parameters, and a `LocalResult` or None. Arrays are stored as
-        parameters of the job's network. Bytes are stored in the job's upload. Return the second
-        entry of the pair.
+        Store the new parameters: arrays in the job's network, bytes in the job's upload. Return the
+        `LocalResult` that `fit` returned, or None.
         """
         network: LearnerNetwork = job.model.net  # type: ignore[assignment]
         if network.content is not None:
@@ -281,8 +275,8 @@ def _decode(words: Tensor) -> bytes:
 class LearnerNetwork(nn.Module):
     """A PyTorch module that holds the parameters of a learner.
 
-    Arrays of floats become parameters of the module, and all other arrays become buffers. If the
-    learner's parameters are bytes, the attribute `content` has the bytes; else it is None.
+    Arrays of floats become parameters of the module, and all other arrays become buffers. The
+    attribute `content` has parameters that are bytes; it is None for arrays.
     initial: the learner's initial parameters.
     dtype: the type of the module's parameters, such as torch.float32.
     outputs: the number of the learner's outputs for a sample.
@@ -313,8 +307,7 @@ class LearnerNetwork(nn.Module):
     def _free_attribute(self, name: str) -> str:
         """Return a name for a new attribute of the module, made from the name of an array.
 
-        Each "." becomes "_", because PyTorch allows no dots. Further "_" are added to a name that
-        the module already has.
+        Each "." becomes "_". Further "_" are appended if the module already has such an attribute.
         name: the name of the array, such as "layers:0:conv.weight".
         """
         attribute = name.replace(".", "_")

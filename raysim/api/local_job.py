@@ -160,8 +160,8 @@ class LocalJob:
     def start(self) -> Tensor:
         """The vector [layout.shared] from which the training of this job starts.
 
-        By default it is the version that the client received, `job.broadcast`. A method can assign
-        another vector in the hook `begin`. The assigned vector is loaded into the model at once.
+        By default it is the received version, `job.broadcast`. In the hook `begin`, a method can
+        assign another vector, which is loaded into the model at once.
         """
         return self.context.base
 
@@ -213,8 +213,7 @@ class LocalJob:
         """Yield (slice, steps, rate) for each range of parameters that an optimizer has trained.
 
         `slice` is a contiguous range of the shared parameters in the flat vector. `steps` is the
-        number of optimizer steps on this range so far. `rate` is the mean learning rate of these
-        steps.
+        number of optimizer steps on this range so far. `rate` is their mean learning rate.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
@@ -242,9 +241,9 @@ class LocalJob:
         return inputs.cpu().numpy(), labels.cpu().numpy()
 
     def torch_generator(self, purpose: str) -> torch.Generator:
-        """Return a new random generator of torch (CPU) for a purpose of the method in this job.
+        """Return a new torch generator (CPU) for one purpose of the method in this job.
 
-        Calls with the same purpose return generators that draw the same numbers.
+        Generators of the same purpose draw the same numbers.
         purpose: a name for the use of the numbers, such as "shuffle".
         """
         seed = int(self.stream(purpose).integers(2**63 - 1))
@@ -261,8 +260,7 @@ class LocalJob:
         """Return normalised inputs [n, ...] and labels of some samples.
 
         rows: int64 [n], the positions of the samples in the data set.
-        generator: the generator of the random numbers with which the inputs are augmented; None
-        does not augment them.
+        generator: draws the random augmentation of the inputs; None does not augment them.
         """
         return self.context.trainer.gather(rows, generator)
 

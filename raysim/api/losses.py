@@ -1,7 +1,7 @@
 """Losses that a run can use instead of the usual loss of the task (`loss=...`).
 
-A loss is a function of outputs [B, C] and labels, and returns a value for each sample [B]. Users
-can also pass a loss of their own to `raysim.run(loss=...)`.
+A loss is a function of outputs [B, C] and labels that returns a value for each sample, [B]. Users
+can also pass such a function to `raysim.run(loss=...)`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Smoothed:
 class Focal:
     """Cross-entropy times (1 - p)^gamma, where p is the predicted probability of the label.
 
-    Samples that are predicted well get a small weight (Lin et al., ICCV 2017). There may be more
-    than two classes. Classes have no weights here, unlike in the paper.
+    Well predicted samples get a small weight (Lin et al., ICCV 2017). Unlike in the paper, there
+    may be more than two classes, and classes have no weights.
     gamma: the exponent, at least 1.
     """
 
@@ -64,9 +64,9 @@ class Focal:
 class Huber:
     """Huber's loss (1964), averaged over the outputs of a sample.
 
-    The loss of an output is half the squared error for errors up to `delta`, and linear in the
-    error for larger errors.
-    delta: the error above which the loss is linear, in the unit of the labels; above 0.
+    The loss of an output is half the squared error up to the error `delta`, and linear in larger
+    errors.
+    delta: in the unit of the labels; above 0.
     """
 
     kind: ClassVar[Kind] = "regression"

@@ -1,8 +1,8 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
-The coordinator sends a `Job` to a worker, which returns an `Update` or a `Failure`. To score a
-model on samples, the coordinator sends a `ScoringTask`. The worker returns a `ScoringReport`, or a
-`SetReport` if a method scores sets of samples. These messages never contain client state.
+A worker answers a `Job` with an `Update` or a `Failure`. It answers a `ScoringTask` with a
+`ScoringReport`, or with a `SetReport` if a method scores sets of samples. These messages never
+contain client state.
 """
 
 from __future__ import annotations
@@ -141,9 +141,8 @@ class Job(NamedTuple):
     ) -> Job:
         """Return a copy of the job in which six fields have the values of the arguments.
 
-        The planner makes a job before its base version exists, and cannot know these values. The
-        coordinator calls this function when the base version exists and the job is dispatched. Each
-        argument is the value of the field with the same name.
+        The fields have the names of the arguments. The coordinator calls this function when it
+        dispatches the job, because the planner could not know these values.
         """
         # By position, because `_replace` takes twice as long.
         return Job(
@@ -294,8 +293,8 @@ class SetReport:
     """The metrics that a method computed for a set of samples.
 
     client: the number of the client; -1 for the shared model.
-    name: the name of the set: "client", "validation", "central", or the name of a domain. For a
-    domain of the central test set, "central:" is in front of this name.
+    name: the set: "client", "validation", "central", the name of a domain, or "central:" with the
+    name of a domain of the central test set.
     metrics: the metrics, by name.
     """
 

@@ -71,26 +71,26 @@ class Method:
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the settings that the method needs, by key: {"local.epochs": 1}.
 
-        These values replace the defaults, and the plan of a run lists them. A value that the user
-        set is not changed; if such a value does not fit, `setup` must raise ValueError.
+        These values replace the defaults. They do not replace values that the user set; if such a
+        value does not fit, `setup` must raise ValueError.
         """
         return {}
 
     def setup(self, run: Setup) -> None:
         """Declare what the method adds to a run, such as networks, state and tensors to send.
 
-        raysim calls this hook in each process, in some of them more than once. Raise ValueError for
-        settings that do not fit the run.
-        run: the object with a function for each declaration, such as `run.client_state`. It also
-        has facts about the run, such as the number of clients.
+        raysim calls this hook in each process, sometimes repeatedly. Raise ValueError for settings
+        that do not fit the run.
+        run: has a function for each declaration, such as `run.client_state`, and facts about the
+        run, such as the number of clients.
         """
 
     def cost(self, job: Participation) -> float:
         """Return the method's additional cost in a job, as a number of samples.
 
-        A forward and a backward pass of a sample costs 1. A forward pass alone costs 1/3 (the
-        constant `raysim.api.declarations.FORWARD`). The virtual clock needs the cost at dispatch,
-        so it cannot depend on training.
+        The forward and backward pass of a sample costs 1, a forward pass alone 1/3
+        (`raysim.api.declarations.FORWARD`). raysim calls this hook at dispatch, so the cost cannot
+        depend on training.
         """
         return 0.0
 
@@ -104,9 +104,9 @@ class Method:
     def prepare(self, job: LocalJob) -> None:
         """Prepare a job after its batches are planned (`job.plan`), before its first step.
 
-        raysim calls `begin` of all methods before this hook. The hook may write to `job.state` and
-        `job.scratch`. It must not change the model, because `job.frozen()` may already have copied
-        it.
+        raysim calls `begin` of all methods first. The hook may write to `job.state` and
+        `job.scratch`. It must not change the model, of which `job.frozen()` may already have a
+        copy.
         """
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
@@ -116,9 +116,9 @@ class Method:
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
-        raysim calls this hook in the stages of a step that have the task loss.
+        raysim calls this hook in stages with the task loss.
         out: the features and the outputs (logits) of the model for the batch.
-        loss: the task loss plus the terms that earlier methods in the list have added, a scalar.
+        loss: the task loss plus the terms of earlier methods in the list, a scalar.
         """
         return loss
 
@@ -147,7 +147,7 @@ class Method:
         """Change `grad`, the gradient of the shared parameters `job.params[at]`, in place.
 
         raysim calls this hook in every stage, once for each contiguous range of shared parameters
-        that the stage trains. Gradients of personal parameters are not passed to this hook.
+        that the stage trains.
         at: the range, as positions in the flat vector `job.params`.
         """
 
@@ -159,17 +159,17 @@ class Method:
         """Return the aggregation with other weights: `aggregation.with_weights(weights)`.
 
         `aggregation.weights` has a number for each update: its weight by the setting `weighting`,
-        changed by the methods before this one. `combine` uses the returned weights. By default the
-        weights stay as they are.
+        changed by earlier methods. `combine` uses the returned weights. By default they are
+        unchanged.
         """
         return aggregation
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Combine all updates to one direction [layout.trained]; only one method may do so.
 
-        By default the direction is the weighted mean of the updates. Buffers of floats, such as
-        BatchNorm's statistics, are averaged. To replace this average too, return a vector
-        [layout.shared], in which the buffers come after the parameters.
+        The default is the weighted mean of the updates. Float buffers, such as BatchNorm's
+        statistics, are averaged. To replace this average too, return a vector [layout.shared], in
+        which the buffers come after the parameters.
         """
         raise NotImplementedError
 
