@@ -98,7 +98,7 @@ def _nf4_pairs(device: torch.device) -> Tensor:
     """Return a table that decodes a byte with two 4-bit codes: int64 [256].
 
     Each entry has the bits of two float32 numbers: the NF4 level of the byte's lower 4 bits, then
-    the level of its upper 4 bits.
+    the level of the byte's upper 4 bits.
     """
     levels = torch.tensor(NF4_LEVELS, device=device)
     byte = torch.arange(256, device=device)

@@ -281,8 +281,7 @@ def _quiet(transformers: Any, is_local: bool) -> Iterator[None]:
     """Inside `with`, keep `transformers` from printing a report when it loads weights.
 
     raysim itself reports once which weights are missing.
-    is_local: True if the model is in a local folder. This also hides the progress bar, because
-    nothing is downloaded.
+    is_local: True, for a model in a local folder, also hides the progress bar.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in NOISY_MODULES]
     messages = transformers.utils.logging

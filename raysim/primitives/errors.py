@@ -76,7 +76,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def suggest(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
     """Return the end of an error about a wrong name: the nearest valid name, or all of them.
 
-    With at most `MAX_LISTED_NAMES` valid names, return both.
+    Return both if a name is near and there are at most `MAX_LISTED_NAMES` valid names.
     what: the words in front of the list of valid names.
     """
     names = list(valid)

@@ -421,7 +421,7 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Append the rows that neither MLflow nor the backlog file has to the backlog file.
+        """Append to the backlog file the rows that neither MLflow nor this file has.
 
         problem: why the rows could not be sent. The first problem of a run is printed.
         """

@@ -284,8 +284,8 @@ class MarkovAvailability(Availability):
     def _decision(self, client: int, step: int) -> bool | None:
         """Return what a time step of the Markov chain does to a client's availability.
 
-        At the start of the step, True makes the client available, and False makes it unavailable.
-        None changes nothing.
+        At the start of the step, True makes the client available, False makes the client
+        unavailable, and None changes nothing.
         step: the number of the time step.
         """
         draw = self._draws.get(step) or self._draw(step)

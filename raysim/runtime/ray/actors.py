@@ -559,7 +559,8 @@ class RayRuntime:
     def _admit(self, worker: int, identity: Identity) -> bool:
         """Compare a new worker with the driver; end the worker and return False if they differ.
 
-        They differ if their results would not be bit-identical, and `runtime.mixed` is False.
+        Worker and driver differ if their results would not be bit-identical, and `runtime.mixed` is
+        False.
         identity: the hardware and software of the worker's process.
         """
         try:
@@ -583,7 +584,7 @@ class RayRuntime:
     def _forget_process(self, worker: int) -> None:
         """Remove what is stored about a worker's old process, after a new process replaced it.
 
-        Ask the new process for its `StackSource` and for the state of its node's memory.
+        Ask the new process for its `StackSource` and for the memory state of the node.
         """
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()

@@ -137,8 +137,8 @@ def waiting_workers(per_worker: Resources) -> int:
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
     """Keep the processes of a run for the next run, or end them.
 
-    They are kept if the run has succeeded, all its workers are idle, the context `keep_processes`
-    is active, and no other processes are kept already.
+    The processes are kept if the run has succeeded, all its workers are idle, the context
+    `keep_processes` is active, and no other processes are kept already.
     """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:
