@@ -1,7 +1,6 @@
 """Implement the command `raysim`: run, study, sweep, submit, fetch, methods, new, ...
 
 This module parses the arguments, calls the code of the command, and prints.
-
 Exit status: 0 done, 1 a run failed or the output cannot be written, 2 refused (one sentence on
 stderr), 130 interrupted. `raysim submit` has the exit status of the job.
 """
@@ -360,7 +359,6 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
     For "--round 5" this is "rounds=5". Return "" if no key is similar.
     arguments: the parsed arguments, which say whether the command takes overrides.
     argv: all arguments as the user wrote them.
-    flag: the unknown flag.
     """
     if not hasattr(arguments, "overrides"):
         return ""
@@ -879,8 +877,7 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
     """Raise `RefusedError` if the folder of a new run exists already.
 
     Also raise it for `resume=latest` if `out` does not exist and no other key says what to train.
-    out, resume: the values of the keys `out` and `resume`; None means that there is no `resume=`.
-    arguments: the parsed arguments of the command.
+    out, resume: the values of the keys; None without `resume=`.
     """
     from raysim.experiment.many_runs import check_free
     from raysim.primitives.stores import is_url, open_store
@@ -900,9 +897,7 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
 
 
 def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides and `resume=latest`, so that the run in `out=` is continued, if any.
-
-    If there is no run in the folder `out=`, the command starts a new run there.
+    """Return the overrides and `resume=latest`, to continue or start the run in `out=`.
 
     Raise `RefusedError` if `out=` is missing, or if there is a `resume=` already.
     """

@@ -131,10 +131,9 @@ class SampleScores:
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return a score for each of B samples, [B].
 
-        If the user's function returns several values for a sample, the score is their mean.
-        outputs: [B, ...], the outputs of the model.
-        labels: [B, ...], the labels of the samples.
-        Raise ValueError if the user's function does not return at least one value for each sample.
+        outputs, labels: [B, ...], the outputs of the model and the labels of the samples.
+        If the user's function returns several values for a sample, the score is their mean. Raise
+        ValueError if the function does not return at least one value for each sample.
         """
         values = torch.as_tensor(self.function(outputs, labels))
         if not values.ndim or len(values) != len(outputs):
@@ -172,9 +171,8 @@ class SetScore:
 def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
     """Turn any error inside `with` into a ValueError with the metric's name and inputs' shapes.
 
-    The code inside `with` calls a user's metric. It runs without gradients.
-    name: the name of the metric.
-    outputs, labels: the arguments of the metric, whose shapes the error shows.
+    The code inside `with` calls a user's metric, without gradients.
+    outputs, labels: the arguments of the metric.
     advice: the last sentence of the error, which says what to do.
     """
     try:
@@ -215,9 +213,8 @@ class SetRows:
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
     """Return the functions that compute the metrics' scores of single samples.
 
-    They are the attributes `MetricRule.rows`. A function that several metrics use is listed once.
-    For a metric that needs all outputs and labels of a set, `rows` is None. The list then has one
-    entry None, even for several such metrics.
+    A function (`MetricRule.rows`) that several metrics use is listed once. All metrics that need
+    the outputs and labels of a whole set have one common entry, None.
     """
     return list(dict.fromkeys(metric.rows for metric in metrics))
 
@@ -226,8 +223,8 @@ class ScoresOfRows:
     """The scores of each sample in a set, collected batch by batch.
 
     For a metric that needs the whole set, outputs and labels are collected instead.
-    metrics: the metrics. The attribute `MetricRule.rows` of a metric is the function that computes
-    the score of a sample; it is None for a metric that needs the whole set.
+    metrics: the metrics. `MetricRule.rows` is the function for the score of a sample, or None if
+    the metric needs the whole set.
     """
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
@@ -240,8 +237,7 @@ class ScoresOfRows:
         """Compute the scores of the samples of a batch, and append them to the collected scores.
 
         For a metric that needs the whole set, append the outputs and labels instead.
-        outputs: [B, ...], the outputs of the model.
-        labels: [B, ...], the labels of the samples.
+        outputs, labels: [B, ...], the outputs of the model and the labels of the samples.
         """
         for function, parts in zip(self._functions, self._parts, strict=True):
             if function is None:
@@ -323,10 +319,10 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
 
 
 def _find_per(metric: Metric, task: ScoredTask) -> ScoredUnit:
-    """Call a user's metric once, to find out whether it scores each sample or a whole set.
+    """Call a user's metric with random outputs, to find out what it scores.
 
-    The metric is called with random outputs. Return "sample" if it returns a score for each sample,
-    and "set" if it returns one number. Raise ValueError for any other result.
+    Return "sample" if the metric returns a score for each sample, and "set" if it returns one
+    number. Raise ValueError for any other result.
     """
     outputs, labels = example_scores(task)
     name = metric.title

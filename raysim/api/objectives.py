@@ -24,9 +24,8 @@ def mean(values: np.ndarray) -> float:
 def mean_loss(losses: np.ndarray) -> float:
     """Return the mean of the losses in a `ScoringReport`.
 
-    losses: [n], a loss for each sample. If the shape is [n, 2], each row has the sum of the losses
-    of a sample's labels, and the number of these labels. The mean is then over all labels; it is
-    nan if no sample has labels.
+    losses: [n], a loss for each sample; or [n, 2], the sum of the losses of a sample's labels and
+    the number of these labels. The mean is then over all labels, and nan without labels.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 
@@ -154,10 +153,10 @@ def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return each sample's cross-entropy, summed over its tokens, and its number of tokens.
 
-    The result is float64 [B, 2]. The sum is in the first column, the number in the second one.
+    The result is float64 [B, 2]: sums, then numbers. Tokens with the value `IGNORED` count in
+    neither column.
     outputs: [B, C, T], for each of T positions the logits of C tokens.
-    labels: [B, T], the token at each position. Tokens with the value `IGNORED` count neither in the
-    sum nor in the number.
+    labels: [B, T], the token at each position.
     """
     sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
     return torch.stack([sums, (labels != IGNORED).sum(1, dtype=torch.float64)], 1)
@@ -166,8 +165,9 @@ def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample the number of correctly predicted tokens and of all tokens, [B, 2].
 
+    Tokens with the value `IGNORED` count in neither number.
     outputs: [B, C, T], for each of T positions the logits of C tokens.
-    labels: [B, T], the token at each position. Ignored tokens count in neither number.
+    labels: [B, T], the token at each position.
     """
     is_counted = labels != IGNORED
     is_right = (outputs.argmax(1) == labels) & is_counted
@@ -231,7 +231,7 @@ def mean_iou(counts: np.ndarray) -> float:
 
     counts: [n, 3, C], the counts that `class_counts` returns for n samples.
     Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
-    nan if all classes are left out.
+    nan without classes.
     """
     right, predicted, labelled = counts.sum(axis=0)
     union = predicted + labelled - right
@@ -287,10 +287,9 @@ def label_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
 def class_f1(pairs: np.ndarray) -> float:
     """Return the mean over the classes of F1 = 2 TP / (2 TP + FP + FN).
 
-    TP, FP and FN are the numbers of true positives, false positives and false negatives of a class.
-    Classes that are neither among the labels nor among the predictions are left out, as in
-    scikit-learn's `f1_score(average="macro")`.
-
+    TP, FP and FN are a class's numbers of true positives, false positives and false negatives.
+    Classes without labels and predictions are left out, as in scikit-learn's
+    `f1_score(average="macro")`.
     pairs: int [n, 2], the label and the predicted class of each sample (`label_pairs`).
     """
     labels, predicted = pairs[:, 0], pairs[:, 1]
@@ -303,8 +302,8 @@ def class_f1(pairs: np.ndarray) -> float:
 def class_auroc(rows: np.ndarray) -> float:
     """Return the mean over the classes of the area under the ROC curve.
 
-    The curve of a class compares the samples of this class with all other samples. Classes that all
-    samples have or that no sample has are left out. The result is nan if all classes are left out.
+    A class's curve compares the samples of this class with all other samples. Classes that all
+    samples or no sample has are left out. The result is nan without classes.
     rows: n samples as `SetRows` stores them, with the fields "outputs" [n, C] and "labels" [n].
     """
     outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
@@ -315,9 +314,9 @@ def class_auroc(rows: np.ndarray) -> float:
 def label_auroc(rows: np.ndarray) -> float:
     """Return the area under the ROC curve, averaged over the labels of a multi-label task.
 
-    rows: n samples as `SetRows` stores them, with the fields "outputs" [n, L] and "labels" [n, L].
-    L is the number of different labels. Labels that all samples have or that no sample has are left
-    out; the result is nan if all are left out.
+    Labels that all samples or no sample has are left out. The result is nan without labels.
+    rows: n samples as `SetRows` stores them, with the fields "outputs" and "labels", both [n,
+    number of labels].
     """
     return _mean_area(rows["outputs"], rows["labels"] > 0)
 
@@ -325,8 +324,8 @@ def label_auroc(rows: np.ndarray) -> float:
 def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
     """Return the area under the ROC curve, averaged over the columns of `scores`.
 
-    Columns in which all samples are positive or all are negative are left out. The result is nan if
-    all columns are left out.
+    Columns in which all samples are positive or all are negative are left out. The result is nan
+    without columns.
     scores: [n, C], for n samples.
     is_positive: bool [n, C], True where a sample is positive.
     """
@@ -347,8 +346,7 @@ def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
 def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return a code from 0 to 3 for each sample and label: uint8 [B, L].
 
-    The code is 2 if the sample has the label, plus 1 if the label is predicted: 0, 1, 2 or 3.
-
+    The code is 2 if the sample has the label, else 0, plus 1 if the label is predicted.
     outputs: [B, L]; a label is predicted if its output is positive.
     labels: [B, L]; a sample has a label if the entry is positive.
     """
@@ -358,9 +356,8 @@ def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
 def macro_f1(codes: np.ndarray) -> float:
     """Return the mean over the labels of F1 = 2 TP / (2 TP + FP + FN).
 
-    TP, FP and FN are the numbers of true positives, false positives and false negatives of a label.
-    F1 is 0 for a label that no sample has and that is never predicted.
-
+    TP, FP and FN are a label's numbers of true positives, false positives and false negatives. F1
+    is 0 for a label that no sample has and that is never predicted.
     codes: [n, L], the result of `label_codes` for n samples and L labels.
     """
     right = (codes == 3).sum(0)

@@ -1,8 +1,7 @@
 """Define selection rules, which choose the clients to dispatch, and the data for them.
 
-A rule must not remember anything outside the arrays in `SelectionView.state`, which checkpoints
-contain. Its choice must depend only on its argument. Then the bits of a run do not depend on the
-number of workers. A run that is stopped and resumed ends with the same bits, too.
+A rule must remember only what is in `SelectionView.state`, and its choice must depend only on its
+argument. Otherwise the bits of a run depend on the number of workers, and on stopping and resuming.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def draw_weighted(
     Clients of weight 0 come last, in the order of `clients`.
     clients: int64 [n], the clients to draw from.
     weights: [n], at least 0.
-    count: the number of clients to draw; if it is larger than n, all clients are returned.
+    count: the number of clients to draw; if it is above n, all are drawn.
     """
     # The order of independent exponential times has the distribution of such draws.
     times = generator.standard_exponential(len(clients))
@@ -163,17 +162,16 @@ class SelectionView:
     def expected_seconds(self) -> Floats:
         """The expected virtual seconds of a job of each client in `clients`, float64 [n].
 
-        A duration is the time to receive the model, to train, and to send the update. The fleet
-        estimates it for a client's first job, and the same value is used for all later jobs. So
-        clients that have not had a job have a value, too.
+        The time covers receiving the model, training and sending the update. The fleet estimates it
+        for a client's first job, which need not have happened. The value does not change later.
         """
         return self.estimate_seconds()[self.clients]
 
     def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
-        """Return the virtual seconds that each client needs to send its update.
+        """Return the virtual seconds that each client needs to send its update, float64.
 
-        They are a part of `expected_seconds`. The result is float64, with a value for each client.
-        All values are 0 if the fleet only knows the duration of a whole job.
+        These seconds are a part of `expected_seconds`. All values are 0 if the fleet only knows the
+        duration of a whole job.
         clients: the numbers of clients.
         """
         return self.estimate_sending([int(client) for client in clients])
@@ -188,8 +186,7 @@ class SelectionView:
 
         count: the number of clients; if fewer are idle, all of them are returned.
         weights: [n], at least 0. Each draw takes one of the remaining clients with a probability in
-        proportion to its weight. Clients of weight 0 come last. With None, all clients have the
-        same probability.
+        proportion to its weight; clients of weight 0 come last. None means equal probabilities.
         """
         clients = self.clients
         if weights is None:
@@ -248,9 +245,8 @@ class Selection:
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
         """Return the clients to dispatch: at most `view.count` of `view.clients`, each once.
 
-        It is called when at least one client is idle and available. It must return at least one
-        client if no job is in flight. If it returns fewer than `view.count` clients, it is called
-        again later.
+        raysim calls this function when a client is idle and available, and again later if fewer
+        than `view.count` are returned. At least one must be returned if no job is in flight.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'select'. Define it in this class."

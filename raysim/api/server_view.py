@@ -86,9 +86,9 @@ class Aggregation:
 class ServerView:
     """The server's data, as the hooks of one method see them.
 
-    A method may change only the entries of `state` and `report`.
-    state: the method's server state: tensors by the names that were passed to `Setup.server_state`.
-    Checkpoints contain them.
+    A method may change only the entries of two attributes:
+    state: the method's server state, which checkpoints contain: tensors by the names that were
+    passed to `Setup.server_state`.
     report: numbers for this aggregation's row of the history, by name.
     """
 
@@ -142,9 +142,9 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        If the server has several replicas, this view belongs to one of them. The entry of a client
-        that another replica serves is then 0. If each client stores its own replica, as with
-        gossip, all entries are the true numbers.
+        With several replicas, the entry is 0 for a client that another replica than this one
+        serves. If each client stores its own replica, as with gossip, all entries are the true
+        numbers.
         """
         return self._server.counts  # type: ignore[no-any-return]
 
@@ -162,8 +162,7 @@ class ServerView:
     def population(self) -> int:
         """The number of clients that this replica serves, except unseen ones; papers call it N.
 
-        If each client stores its own replica, as with gossip, this is the number of all clients of
-        the run. Such a run has no unseen clients.
+        If each client stores its own replica, as with gossip, it is the number of all clients.
         """
         return self._server.population  # type: ignore[no-any-return]
 
@@ -199,7 +198,7 @@ class ServerView:
     def stream(self, purpose: str) -> np.random.Generator:
         """Return a new random generator for a purpose of the method in the current version.
 
-        Calls with the same purpose in one version return generators that draw the same numbers.
+        Generators of the same purpose and version draw the same numbers.
         purpose: a name for the use of the numbers, such as "noise".
         """
         return self._server.stream(f"{self._method}.{purpose}")  # type: ignore[no-any-return]

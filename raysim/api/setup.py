@@ -86,8 +86,8 @@ class Send:
 class Omission:
     """A declaration that some jobs do not receive or send the whole model, see `Setup.omit`.
 
-    down: a function that returns how many floats of the model the client of a job does not receive.
-    up: a function that returns how many floats of the model the client of a job does not send.
+    down, up: functions of a job that return how many floats of the model its client does not
+    receive (down) or does not send (up).
     """
 
     down: Callable[[Participation], int]
@@ -182,9 +182,9 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        This is true if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh` or
-        `absorb`. It is also true if the method overrides `step` and does not declare
-        `Setup.owns("step")`. The hook `combine` and `Setup.change_updates` are not considered.
+        This is true if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh`,
+        `absorb`, or `step` without `Setup.owns("step")`. The hook `combine` and
+        `Setup.change_updates` are not considered.
         """
         if self.contribute is not None or self.uploads:
             return True
@@ -249,7 +249,7 @@ class Setup:
     def others_fill(self, hook: str) -> list[str]:
         """Return the names of the other federated methods of the run that override a hook.
 
-        The name of the method that gets this `Setup` is left out, even if it overrides the hook.
+        The method that gets this `Setup` is left out.
         hook: the name of the hook, such as "weigh".
         """
         return [
@@ -308,17 +308,16 @@ class Setup:
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
         """Call `check(run)` after all methods have made their declarations.
 
-        `check` returns a list of warnings, which may be empty, or raises ValueError. Its argument
-        is not this `Setup` but a `raysim.api.declare.Declarations`: `run.layout` has the position
-        of each tensor, `run.networks` all networks, and `run.methods` the declarations of each
-        method.
+        `check` returns a list of warnings, or raises ValueError. Its argument is a
+        `raysim.api.declare.Declarations`: `run.layout` has the position of each tensor,
+        `run.networks` all networks, and `run.methods` the declarations of each method.
         """
         self.declared.checks.append(check)
 
     def warn_if_single(self, effect: str) -> None:
         """Warn if each aggregation of the run has only one update.
 
-        A method calls this function if it compares the updates of an aggregation with each other.
+        Call this function in a method that compares the updates of an aggregation with each other.
         effect: the consequence that the warning names, for example "it does what FedAvg does".
         """
         if self.max_updates > 1:
@@ -345,8 +344,8 @@ class Setup:
     def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
         """Warn at most once during the run, with a text that depends on a row of the history.
 
-        text: a function that is called for each row of the history. It returns the text of the
-        warning, or "" for no warning. Only the first warning is shown.
+        text: function that raysim calls for each row of the history. It returns the warning, or ""
+        for none. Only the first warning is shown.
         """
         self.declared.round_warnings.append(RoundWarning(text))
 
@@ -364,7 +363,7 @@ class Setup:
         """Keep tensors on the client instead of sending and averaging them.
 
         names: full names such as "model.bn1.weight". If they depend on networks of later methods,
-        pass a function. It gets a dictionary of all networks of the run, and returns the names.
+        pass a function that maps all networks of the run, by name, to these names.
         """
         if callable(names):
             self.declared.late_private_parameters.append(names)
@@ -374,8 +373,8 @@ class Setup:
     def fixed_parameters(self, names: Sequence[str]) -> None:
         """Freeze parameters, such as "model.head.weight", at their initial values on all clients.
 
-        These parameters are never sent, and clients do not store them. A stage that trains one of
-        them raises ValueError. Fine-tuning before a score may change them in the scored model.
+        These parameters are not sent, and clients do not store them. A stage that trains one raises
+        ValueError. Fine-tuning before a score may change them in the scored model.
         """
         self.declared.private_parameters.extend(names)
         self.declared.fixed_parameters.extend(names)
@@ -395,8 +394,8 @@ class Setup:
     def _check_new(self, name: str, kind: str, declared: Mapping[str, object]) -> None:
         """Raise ValueError if the method has already declared a state of this name.
 
-        kind: the name of the `Setup` function that declares the state, such as "server_state". The
-        error contains it.
+        kind: the name of the `Setup` function that declares the state, such as "server_state", for
+        the error.
         declared: the states that the method has declared so far with this function, by name.
         """
         if name in declared:
@@ -480,9 +479,9 @@ class Setup:
     ) -> None:
         """Count fewer floats of the model for jobs whose clients do not need the whole model.
 
-        down(job) returns how many floats of the model the job's client does not receive. up(job)
-        returns how many floats of the model it does not send. The method must make sure that the
-        job uses none of the omitted floats.
+        down(job) returns how many floats of the model the client does not receive. up(job) returns
+        how many it does not send. The method must make sure that the job uses none of the omitted
+        floats.
         """
         self.declared.omissions.append(Omission(down, up))
 
@@ -516,9 +515,9 @@ class Setup:
 
         client: function that is called for each client with samples. It returns the client's arrays
         by name.
-        server: function that is then called once, with two arguments. The first has, by name, the
-        list of all clients' arrays of this name, ordered by client number. The second is the
-        ServerView of this method.
+        server: function that is then called once. The first argument maps each name to the list of
+        the clients' arrays, ordered by client number. The second argument is this method's
+        ServerView.
         """
         self.declared.contribute = client
         self.declared.assemble = server
@@ -531,8 +530,8 @@ class Setup:
     def compress(self, compressor: UpdateCode) -> None:
         """Declare the compressor of the run; only one method in a run's list of methods may do so.
 
-        `compressor.direction` decides what is compressed: the clients' updates, the server's steps,
-        or both. A `Compressor` calls this function in its own `setup`.
+        `compressor.direction` decides whether clients' updates, the server's steps or both are
+        compressed. A `Compressor` calls this function in its own `setup`.
         """
         self.declared.compressor = compressor
 
@@ -540,9 +539,8 @@ class Setup:
         """Return zeros [layout.trained]: the initial value of a client state or server state.
 
         Pass this function itself: `run.client_state("control", run.zeros)`.
-        at: the argument with which raysim calls the function. For client state it is a number of
-        samples, and the zeros are on the CPU. For server state it is the server, and the zeros have
-        the device and the dtype of its parameters.
+        at: for client state, a number of samples; the zeros are on the CPU. For server state, the
+        server; the zeros have the device and dtype of its parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -551,9 +549,8 @@ class Setup:
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
         """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) receives a list with an entry for each job of an aggregation: an
-        `Update`, or a `Failure` if the job failed. The function returns a list of the same length
-        and order.
+        change(arrivals, server) receives and returns a list with an entry for each job of an
+        aggregation, in the same order: an `Update`, or a `Failure` if the job failed.
         """
         self.declared.change_updates = change
 
@@ -576,9 +573,9 @@ class Setup:
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
         """Train with other labels than those of the data.
 
-        change(labels) receives the labels [n] of all n rows of the data set, and returns the labels
-        [n] to use. It must not change the labels of test and validation samples, because raysim
-        computes scores with the returned labels, too.
+        change(labels) receives and returns the labels [n] of all n rows of the data set. It must
+        not change labels of test and validation samples, because raysim computes scores with the
+        returned labels.
         """
         self.declared.change_labels = change
 
@@ -600,10 +597,9 @@ class Setup:
     def evaluate(self, evaluate: Callable[[ScoredModel], Mapping[str, float]]) -> None:
         """Score sets of samples with `evaluate(model)`; only one method of a list may do so.
 
-        raysim then does not compute metrics from the model's outputs. The function is called for
-        the test samples and the validation samples of each scored client, for the central test set,
-        and for each domain. It returns numbers by name; the run's metric (`evaluate.metric`) should
-        be one of the names.
+        raysim calls it for the test and validation samples of each scored client, the central test
+        set and each domain, and computes no metrics itself. It returns numbers by name, which
+        should include the run's metric (`evaluate.metric`).
         """
         self.declared.evaluate = evaluate
 
@@ -620,9 +616,8 @@ class Setup:
         """Choose the samples of each epoch; only one method of a list may do so.
 
         choose(job, epoch, epochs) is called for epoch 1, 2, ..., epochs. It returns positions
-        (int64) in the client's samples. If it returns None for epoch 1, the job uses all samples in
-        all epochs. If `local.steps` is set, the job's steps are divided into `local.phases` parts,
-        which count as epochs.
+        (int64) in the client's samples. None for epoch 1 means all samples in all epochs. With
+        `local.steps`, a job has `local.phases` parts that count as epochs.
         """
         self.declared.select = choose
 
@@ -631,20 +626,19 @@ class Setup:
     ) -> None:
         """Declare random tensors, one for each step of a job; raysim draws them for every job.
 
-        name: a name for the tensors, which you choose. In step i = 0, 1, ... of a job, hooks get
-        tensor i from `job.drawn(name)`.
-        draw: a function that raysim calls as draw(job, generator), once for each job before the
-        job's first step. It returns a sequence of `job.plan.steps` tensors.
+        name: a name of your choice. In step i = 0, 1, ..., hooks get tensor i from
+        `job.drawn(name)`.
+        draw: function that raysim calls as draw(job, generator) before a job's first step. It
+        returns a sequence of `job.plan.steps` tensors.
         """
         self.declared.draws[name] = draw
 
     def corrects(self, kind: Correction) -> None:
-        """Declare what the hook `gradient` does: "add", "shift" or "mix".
+        """Declare what the hook `gradient` does: "add" (the default), "shift" or "mix".
 
-        "add" (the default) adds a term. "shift" adds a vector that the method keeps for the client
-        (SCAFFOLD, FedDyn). "mix" mixes the gradient with another vector (FedCM) or sets parts of it
-        to 0 (FlexLoRA). If several methods correct the gradient, those that add come first, then
-        those that shift, then those that mix.
+        "add" adds a term. "shift" adds a vector that the method keeps for the client (SCAFFOLD,
+        FedDyn). "mix" mixes the gradient with another vector (FedCM) or sets parts of it to 0
+        (FlexLoRA). The hooks of several methods are called in this order.
         """
         self.declared.correction = kind
 
@@ -659,9 +653,9 @@ class Setup:
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
         """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
-        With "loss", this method's hook `loss` is called first, and gets 0 instead of the usual
-        loss. With "step", this method's hook `step` is called last, and gets the direction that the
-        hooks `step` of other methods returned.
+        With "loss", this method's hook `loss` is called first, and gets 0 instead of the task loss.
+        With "step", this method's hook `step` is called last, and gets the direction from the hooks
+        `step` of other methods.
         """
         self.declared.owned.update(hooks)
 
@@ -692,8 +686,8 @@ class Setup:
         """Declare a vector that is scored in place of the parameters of the current version.
 
         Only one method in a run's list of methods may do so.
-        vector: a function that raysim calls as vector(server). It returns the vector to score, with
-        the shape [layout.shared], such as the average of earlier versions.
+        vector: function that raysim calls as vector(server). It returns the vector [layout.shared],
+        such as the average of earlier versions.
         """
         self.declared.scored = vector
 

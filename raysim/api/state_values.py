@@ -1,8 +1,8 @@
 """Convert the values of client state to named tensors and back.
 
-Client state is moved, counted and stored in checkpoints as tensors only. A tensor is stored under
-its name in the client state. For an entry of a dictionary, the key is added to this name
-("fedproto.prototypes[3]"). For a number or bytes, the type is added to it ("mine.count#int").
+Client state is moved, counted and stored as tensors only. A tensor has its name in the client
+state. The name gets the key of a dictionary's entry ("fedproto.prototypes[3]"), or the type of a
+number or of bytes ("mine.count#int").
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str
 class OnStructures:
     """A user's loss or metric, called with the targets as a list of dictionaries.
 
-    function: the user's function of outputs and targets. If it has an attribute `collate`, it is
-    called as function(outputs, function.collate(targets)).
-    fields: the name, the largest shape and the type of each array of a target.
+    function: the user's function of outputs and targets. If it has an attribute `collate`, it gets
+    function.collate(targets) instead of the targets.
+    fields: the name, largest shape and type of each array of a target.
     """
 
     function: Callable[..., Any]

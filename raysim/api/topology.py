@@ -1,8 +1,8 @@
 """Define topologies: which models the server has, and which clients train each model.
 
-A replica is one model of the server, with the server state that methods keep for it. With several
-replicas, each client starts from the replica that serves it, and its update is aggregated into that
-replica. In an exchange, each replica becomes a weighted mean of several replicas.
+A replica is one model of the server, with its server state. Each client starts from the replica
+that serves it, which also aggregates its update. In an exchange, each replica becomes a weighted
+mean of several replicas.
 """
 
 from __future__ import annotations
@@ -243,10 +243,9 @@ class Network:
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
         """Yield the exchanges of replicas after an aggregation, one after another.
 
-        An exchange is a list of weighted means; all of them are computed before any replica
-        changes. With `pairwise`, each replica in `replicas` that has a neighbour makes an exchange.
-        Otherwise there is a single exchange.
-
+        An exchange is a list of weighted means that are computed before any replica changes. With
+        `pairwise`, each of `replicas` that has a neighbour makes an exchange. Otherwise there is a
+        single exchange.
         version: the number of the run's aggregations so far.
         replicas: the replicas with updates in the aggregation, ascending.
         """
@@ -284,9 +283,8 @@ def one_replica(clients: int) -> Network:
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
     """Return the weights of an exchange in which only some replicas take part.
 
-    A replica that takes part is replaced by a weighted mean of replicas that take part. The weights
-    of the absent replicas are added to the replica's weight for itself, so that the sum is still 1.
-
+    Each of these replicas is replaced by a weighted mean of them. The weights of the absent
+    replicas are added to the replica's weight for itself, so that the sum is 1.
     mixing: the weights of all replicas.
     present: the replicas that take part.
     """
@@ -416,8 +414,8 @@ class Topology:
     """A rule that decides the replicas of a run and their exchanges; override `connect`.
 
     The rule must not change its attributes during a run. For random numbers, call
-    `raysim.primitives.streams.stream(federation.seed, NAME)` in `connect`. `federation` is the
-    argument of `connect`, and NAME is a text that you choose.
+    `raysim.primitives.streams.stream(federation.seed, NAME)` in `connect(federation)`, with a text
+    NAME of your choice.
     """
 
     def connect(self, federation: Federation) -> Network:

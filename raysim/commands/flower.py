@@ -49,12 +49,12 @@ class FlowerRequest:
 
 
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
-    """Parse the command line.
+    """Parse the command line of `raysim flower run`.
 
-    words: the arguments without flags: overrides, and the folder of the app. Without a folder, the
-    app is in the current folder.
-    run_configs: the value of each flag --run-config, such as "lr=0.1" or the path of a TOML file.
-    Raise `RefusedError` for wrong keys and values, and for more than one folder.
+    words: the arguments without flags: overrides, and the folder of the app; without a folder, the
+    current one.
+    run_configs: the values of the flags --run-config, such as "lr=0.1" or the path of a TOML file.
+    Raise `RefusedError` for wrong keys and values, and for several folders.
     """
     folders = [word for word in words if "=" not in word]
     if len(folders) > 1:
@@ -131,12 +131,11 @@ def _read_run_config(text: str) -> dict[str, Any]:
 
 
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
-    """Run a Flower app once for each seed, and print a table of its metrics.
+    """Run a Flower app once for each seed, print a table of its metrics, and return 0.
 
-    words: the arguments of the command without flags: overrides, and the folder of the app.
-    run_configs: the value of each flag --run-config.
-    Return the exit status 0. Raise `RefusedError` for an impossible setting, and for an app that
-    lacks a ClientApp or a ServerApp.
+    words: the arguments without flags: overrides, and the folder of the app.
+    run_configs: the values of the flags --run-config.
+    Raise `RefusedError` for an impossible setting, and for an app without a ClientApp or ServerApp.
     """
     request = read_request(words, run_configs)
     with errors_as_refusals():

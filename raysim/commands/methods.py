@@ -59,13 +59,11 @@ class MethodEntry:
 def find_methods(
     names: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> list[MethodEntry]:
-    """Return the methods that `names` selects.
+    """Return the methods that `names` selects; without names, all methods, FedAvg first.
 
-    names: values of the key `method`, such as "fedbr" or "fedld+fedavg". Without names, the result
-    has all methods, and FedAvg is the first.
+    names: values of the key `method`, such as "fedbr" or "fedld+fedavg".
     conf: the user's own folders of options.
     allow: the packages whose classes the options in `conf` may use.
-
     Raise `RefusedError` for a name that does not exist.
     """
     files = find_groups([*map(user_path, conf)]).files["method"]

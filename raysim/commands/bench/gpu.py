@@ -85,11 +85,11 @@ ResultRow: TypeAlias = dict[str, Any]
 class ExecutionMode:
     """A way to execute the steps of clients.
 
-    name: the name of the mode in tables. For example, "graph of lanes 10" stands for a CUDA graph
-    of a step that trains 10 clients at once.
+    name: the name in tables, such as "graph of lanes 10": a CUDA graph of a step that trains 10
+    clients at once.
     lanes: the number of clients that are trained at once.
     graph: True records a step as a CUDA graph and replays it.
-    precision: the number format of matrix products, "float32", "tf32" or "bfloat16".
+    precision: the number format of matrix products.
     """
 
     name: str
@@ -183,7 +183,7 @@ class GpuOptions:
     device: the device that is measured, such as "cuda".
     minutes: time limit for all parts.
     seconds: duration of each speed measurement.
-    parts: the measurements to make, by name, such as "correctness" or "G1".
+    parts: the measurements to make, such as "correctness" or "G1".
     methods: the methods that are checked; None checks all.
     tiny: True uses the smallest sizes, to test the command itself.
     """
@@ -448,9 +448,9 @@ class UtilizationMonitor(threading.Thread):
 def _device_use(device: str) -> Iterator[ResultRow]:
     """Measure how the code inside `with` uses the device.
 
-    Yield a row, whose values are set when the code inside `with` ends. "device_use" is the share of
-    time in which the GPU worked; None means unknown. "peak_bytes" is the peak memory of a GPU.
-    device: the name of the device in PyTorch, such as "cuda:0".
+    Yield a row whose values are set at the end of the code. "device_use" is the share of time in
+    which the GPU worked; None means unknown. "peak_bytes" is the peak memory of a GPU.
+    device: the PyTorch device, such as "cuda:0".
     """
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
@@ -572,8 +572,8 @@ class PlainLoop:
 def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
     """Measure the speed of a plain PyTorch loop that trains the clients without raysim.
 
-    The data are on the device. PyTorch uses its default algorithms, which on a GPU compute
-    convolutions in TF32.
+    The data are on the device. PyTorch uses its default algorithms, with TF32 convolutions on a
+    GPU.
     spec: a run with the data, the model and the device.
     workload: the training settings of the loop.
     seconds: duration of the measurement.
@@ -588,11 +588,10 @@ def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRo
 
 
 def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Measure the speed of a workload in raysim and in a plain PyTorch loop.
+    """Return measurements of a workload's speed in raysim and in a plain PyTorch loop, one a row.
 
-    raysim is measured in every execution mode of the workload, which differ in lanes, CUDA graphs
-    and precision. The workload G1 is also measured with the method FedBR. Return a row for each
-    measurement.
+    raysim is measured in every execution mode of the workload. The workload G1 is also measured
+    with the method FedBR.
     name: the name of the workload, such as "G1".
     has_time: function that returns False when the time limit is reached.
     """
@@ -685,11 +684,10 @@ def describe_device(device: str) -> ResultRow:
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Make the measurements in `options.parts`; return new and earlier results.
 
-    After each of these parts, the files results.json and page.md are written. Earlier results are
-    those in results.json when this function is called.
+    Earlier results come from results.json. results.json and page.md are written after each part.
     folder: the folder of the two files.
     say: function that gets a line for each part.
-    Raise `ValueError` for a part that does not exist, and for a CUDA device if torch sees no GPU.
+    Raise `ValueError` for an unknown part, and for a CUDA device if torch sees no GPU.
     """
     for part in options.parts:
         if part not in PARTS:

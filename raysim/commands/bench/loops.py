@@ -69,7 +69,7 @@ class LoopOptions:
     """The options of `raysim bench`, which compares raysim with plain PyTorch loops.
 
     workers: the number of processes, both for raysim and for each PyTorch loop.
-    lanes: the number of clients that a worker of raysim trains at once. None takes a run's default.
+    lanes: the number of clients that a worker trains at once; None takes a run's default.
     floor: True also measures the tuned loop, a PyTorch loop without an optimizer object.
     profile: the folder for a profile of each workload; None writes none.
     """
@@ -169,9 +169,9 @@ class SharedMemory:
 def _bare_worker(
     index: int, spec: RunSpec, workload: LoopWorkload, memory: SharedMemory, is_tuned: bool
 ) -> None:
-    """Train clients in each round; this function is one process of a plain PyTorch loop.
+    """Train clients in each round, as one process of a plain PyTorch loop.
 
-    All processes share a counter, from which each process takes the next client of the cohort.
+    Each process takes the next client of the cohort from a shared counter.
     index: the number of the process.
     is_tuned: True trains with few operations of PyTorch, False with `torch.optim.SGD`.
     memory: the memory and the locks that the processes share.
@@ -352,7 +352,6 @@ def measure_workload(
     """Measure raysim and the plain PyTorch loops alternately, in blocks of rounds.
 
     Ray must be running.
-    name: the workload's name.
     root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     blocks: the number of blocks.
     show: function that gets a line for each block.
@@ -414,10 +413,8 @@ def main(
 ) -> list[LoopResult]:
     """Measure workloads, print a table, and write the results to `out`.
 
-    names: the names of the workloads.
-    blocks: the number of blocks of rounds for each workload.
-
     root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
+    blocks: the number of blocks of rounds for each workload.
     """
     from raysim.runtime import ray as cluster
 

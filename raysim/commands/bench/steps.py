@@ -133,9 +133,8 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 def fedbss_and_its_parts() -> tuple[float, float]:
     """Return the seconds of FedBSS's jobs, and the seconds of FedAvg doing the same work.
 
-    A job of FedBSS makes a forward pass over all samples of a client, and trains on some of them.
-    Let n be the number of samples that all jobs of FedBSS train on. The second result is the time
-    of the forward passes, plus the time that FedAvg's steps take for n samples.
+    A job of FedBSS makes a forward pass over all samples of a client, and trains on some. The same
+    work is all these forward passes, and FedAvg's steps for as many trained samples.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))
@@ -247,10 +246,10 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
 def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
     """Measure local steps of several methods, print a table, and write the results to `out`.
 
-    Each method is compared with a reference method: FRAug with FedBN, all others with FedAvg.
+    The reference of FRAug is FedBN, that of all others FedAvg.
     out: the JSON file for the results.
-    blocks: how often each method and its reference method are measured, one after another.
-    say: function that gets a line each time all methods have been measured once more.
+    blocks: how often each method and its reference are measured in turns.
+    say: function that gets a line after each repetition.
     """
     make_deterministic(1)
     results = bench_steps(blocks, say)

@@ -59,8 +59,7 @@ class _DataUnpickler(pickle.Unpickler):
 def convert(capacity: str, behaviour: str, out: Path) -> str:
     """Convert FedScale's two files into a trace; return a sentence with the number of clients.
 
-    capacity: the path of FedScale's file `client_device_capacity`.
-    behaviour: the path of FedScale's file `client_behave_trace`.
+    capacity, behaviour: the paths of FedScale's `client_device_capacity` and `client_behave_trace`.
     out: the path of the trace, which is written.
     Raise `ValueError` if a file does not have FedScale's format, or if no client can be converted.
     """
@@ -95,9 +94,7 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
     """Return the contents of a file of FedScale: a dictionary of values for each client.
 
-    file: the path of the file.
-    key: the name of a value that every client must have.
-    Raise `ValueError` if the file has no such dictionary, or if a client lacks `key`.
+    Raise `ValueError` if the file has no such dictionary, or if a client lacks the value `key`.
     """
     try:
         path = Path(file)
