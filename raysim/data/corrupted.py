@@ -142,11 +142,10 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return the inputs of `rows`: images are rotated, and blocks of their pixels are averaged.
+    """Return the inputs of `rows`; images are rotated, and blocks of their pixels are averaged.
 
-    Each square block of `source.pool` times `source.pool` pixels becomes one pixel, its mean.
-    Inputs that are not images are unchanged.
-    source: gives the size of the blocks and the interpolation of the rotation.
+    source: gives the interpolation of the rotation and the height and width of a block,
+    `source.pool`.
     clean: the data before these changes.
     rows: [n], rows of `clean`.
     angles: [n], the angle of each row in degrees.

@@ -1,8 +1,8 @@
 """Label noise and rotation, which make clients' data differ, and pooling of pixels.
 
-Rotations are counter-clockwise on the screen (y points down). An image of width w and height h
-turns about its centre ((w-1)/2, (h-1)/2). A rotated image keeps its size, and its pixels from
-outside of the original image are 0.
+Rotations are counter-clockwise on the screen (y points down), about the centre ((w-1)/2, (h-1)/2)
+of an image of width w and height h. Images keep their size. Pixels from outside of the original
+image are 0.
 """
 
 from __future__ import annotations
@@ -65,12 +65,10 @@ def symmetric_label_noise(
 ) -> Ints:
     """Return a copy of n labels in which exactly floor(n * ratio) labels are wrong.
 
-    A wrong label is (y + shift) mod C, where y is the right label.
-
+    A label y becomes (y + shift) mod `num_classes`.
     labels: [n], class numbers.
-    num_classes: the number C of classes.
-    order: a permutation of the n row numbers. The rows that come first in it get new labels.
-    shifts: [n], the shift of each label, from 1 to C-1.
+    order: a permutation of the n row numbers; the first rows in it get wrong labels.
+    shifts: [n], each from 1 to `num_classes` - 1.
     """
     noisy = np.array(labels, dtype=np.int64)
     changed = np.asarray(order)[: fraction_count(total=len(noisy), fraction=ratio)]
@@ -109,11 +107,10 @@ def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
 
 
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
-    """Draw the angle of each image; return its index, from 0 to A - 1, int64 [n].
+    """Draw the angle of each image; return the angle's index, int64 [n].
 
-    The image gets the first angle whose cumulative probability is above the image's random number.
-    An angle of probability 0 is never drawn.
-    probabilities: [A], the probabilities of the A angles, or [n, A] with a row for each image.
+    Take the first angle whose cumulative probability is above the image's random number.
+    probabilities: [A] for A angles, or [n, A] with a row for each image.
     uniforms: [n], a random number in [0, 1) for each image.
     """
     cumulative = np.cumsum(probabilities, axis=-1)
@@ -131,12 +128,11 @@ def rotate_images(
 ) -> NDArray[np.generic]:
     """Rotate each image counter-clockwise by its angle; return images of the same type.
 
-    Pixels from outside of an image are 0. If the type is an integer type, interpolated values are
-    rounded to the nearest integer, and halves are rounded up.
+    Pixels from outside of an image are 0. Interpolated integers are rounded to the nearest one,
+    halves up.
     images: [n, c, h, w].
     angles: [n], in degrees.
-    interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
-    the four nearest pixels.
+    interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four.
     """
     source, angles = np.asarray(images), np.asarray(angles, dtype=np.float64)
     rotate = _rotate_nearest if interpolation == "nearest" else _rotate_bilinear
@@ -153,10 +149,8 @@ def rotate_images(
 def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     """Shrink images: each pixel of the result is the mean of `size` x `size` pixels.
 
-    Return uint8 [n, c, h / size, w / size]. Means are rounded to the nearest integer, and .5 is
-    rounded up.
-    images: uint8 [n, c, h, w]: number, channels, height and width.
-    size: the factor by which height and width shrink. h and w must be divisible by `size`.
+    Return uint8 [n, c, h / size, w / size]. Means are rounded to the nearest integer, halves up.
+    images: uint8 [n, c, h, w]; `size` divides the height h and the width w.
     """
     n, channels, height, width = images.shape
     tiles = images.reshape(n, channels, height // size, size, width // size, size)
@@ -168,8 +162,7 @@ def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 def _source_pixels(height: int, width: int, angle: float) -> tuple[Floats, Floats]:
     """Return for each pixel of a rotated image the position (x, y) in the original image.
 
-    x and y are float64 [h * w], in pixels.
-    height, width: the size h and w of the image in pixels.
+    x and y are float64 [height * width], in pixels.
     angle: the angle in degrees, counter-clockwise.
     """
     cos, sin = _cos_sin(angle)

@@ -48,8 +48,8 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
     """Stretch each image's rectangle to the size of the image, bilinear and not antialiased.
 
-    images: uint8 [B, c, h, w]; the result has the same shape and type.
-    boxes: int64 [4, B], the result of `crop_boxes`: top, left, height and width of each rectangle.
+    images: uint8 [B, c, h, w], also the shape of the result.
+    boxes: int64 [4, B] from `crop_boxes`: each rectangle's top, left, height and width.
     """
     height, width = images.shape[2:]
     top, left, tall, wide = boxes
@@ -66,10 +66,10 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
     """Return for each pixel of a stretched crop its coordinate in the original image, on one axis.
 
-    The result is [B, size], for `torch.nn.functional.grid_sample`: the edges of an image have the
+    The result is [B, size], for `torch.nn.functional.grid_sample`, where an image's edges have the
     coordinates -1 and 1.
-    start, length: [B], the first pixel and the number of pixels of each crop along this axis.
-    size: the number of pixels of the image along this axis.
+    start, length: [B], the first pixel and the number of pixels of each crop.
+    size: the number of pixels of the image.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)

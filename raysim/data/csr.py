@@ -15,11 +15,10 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class CSR:
-    """The rows of a data set that each of N clients has, as row numbers.
+    """The row numbers of each of N clients.
 
-    Client k has the rows `indices[offsets[k]:offsets[k+1]]`. Both arrays are int64; `offsets` has
-    N + 1 entries, the first of which is 0. The arrays can also be read by name, such as
-    `csr["indices"]`.
+    Client k has the rows `indices[offsets[k]:offsets[k+1]]`. Both arrays are int64; `offsets` has N
+    + 1 entries. The arrays can also be read by name, such as `csr["indices"]`.
     """
 
     indices: Ints

@@ -174,7 +174,7 @@ def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
     """Return the path of a file in this machine's cache; write the file if it is missing.
 
     name: the name of the file in the cache folder.
-    read: a function that returns the file's bytes, for example from another machine.
+    read: returns the file's bytes, for example from another machine.
     """
     path = cache_folder(None) / name
     if not path.exists():

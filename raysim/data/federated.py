@@ -53,10 +53,8 @@ class FederatedData:
     def user(self, client: int) -> str | None:
         """Return the name of the user whose samples a client has.
 
-        A user is a person or a device that is named in the data set. With `partition=listed`, it is
-        the client's name in the lists. Return None if clients have no such names, or if one client
-        trains on the samples of all users.
-        client: the number of the client.
+        A user is a person or a device in the data set. With `partition=listed`, it is the client's
+        name in the lists. Return None without such names, or if one client trains on all samples.
         """
         # in pooled data one client trains on the rows of all clients
         is_pooled = len(self.partition.train) != len(self.partition.test)
@@ -166,9 +164,7 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
     """Divide the central test set between the clients; return the test rows of each client.
 
-    source: the source of the data.
     clean: the data set without corruptions.
-    partitioner: the rule that divides the central test set.
     Raise ValueError if there is no central test set, or if the source rotates images
     (`data.rotation`).
     """
@@ -194,12 +190,10 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
 
 
 def _check_settings(source: Source, clean: Dataset) -> None:
-    """Raise ValueError if a setting of the source does not fit the kind or the shape of the data.
+    """Raise ValueError if a setting of the source does not fit the data.
 
-    For example, `data.mean` may have the wrong number of channels, and `data.label_noise` needs
-    classes.
-    source: the source, with its settings.
-    clean: the data set of this source, without corruptions.
+    For example, `data.mean` may have the wrong number of channels.
+    clean: the data set of the source, without corruptions.
     """
     channels = clean.shape[0]
     for key, values in (("mean", source.mean), ("std", source.std)):

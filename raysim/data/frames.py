@@ -29,11 +29,10 @@ def is_table(data: object) -> bool:
 
 
 def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parquet:
-    """Store a table as Parquet files in the cache of this machine, and return the `Parquet` source.
+    """Store a table as Parquet files in the cache of this machine; return the `Parquet` source.
 
-    The name of the folder contains a checksum of the tables.
     data: a table, or {"train": table, "test": table}, where "test" may be missing.
-    settings: settings of the `Parquet` source, such as {"label": "target"}; None uses the defaults.
+    settings: settings of `Parquet`, such as {"label": "target"}; None uses the defaults.
     Raise ValueError for a table that Parquet cannot store.
     """
     tables = data if isinstance(data, Mapping) else {"train": data}

@@ -109,8 +109,8 @@ class HuggingFace(TableSource):
     ) -> Raw:
         """Return the samples of a table in which each row is a document.
 
-        is_test: bool [rows], True for test rows. None means that there is no split `test`; then
-        `test_fraction` of the documents become test rows.
+        is_test: bool [rows], True for test rows. None makes `test_fraction` of the documents test
+        rows.
         place: the name of the data set in errors.
         """
         user = self._find_user(table.column_names, place)
@@ -120,11 +120,11 @@ class HuggingFace(TableSource):
         return read_documents(table, user, users, is_test, self.document_settings, place)
 
     def _find_user(self, names: list[str], place: str) -> str | None:
-        """Return the name of the column that has the users, or None if there is none.
+        """Return the column that has the users, or None if there is none.
 
         names: the columns of the data set.
         place: the name of the data set in errors.
-        Raise ValueError if the settings name a column that does not exist.
+        Raise ValueError if a setting names a missing column.
         """
         user = self.user or self.domain_column
         if user in names:

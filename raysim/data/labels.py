@@ -135,10 +135,9 @@ def _read_lists(
 ) -> LabelSet:
     """Return the labels of samples that have a list of labels each.
 
-    rows: the list of each sample.
-    kind: the value of `data.kind`; None means "multilabel".
+    kind: `data.kind`; None means "multilabel".
     names: the names of the classes or outputs, if the data have any.
-    place: the file or the argument that has the data, for errors.
+    place: the name of the data in errors.
     ignore: `data.ignore`, the class that means "no label".
     """
     kind = kind or "multilabel"
@@ -182,10 +181,10 @@ def _read_positions(
 ) -> LabelSet:
     """Return labels that have a class for each position: int64 [n, ...].
 
-    values: an array [n, ...] with the class of each position; [n, 1, ...] means the same.
+    values: the class of each position, [n, ...] or [n, 1, ...].
     names: the names of the classes, if the data have any.
-    place: the file or the argument that has the data, for errors.
-    ignore: the label of positions that have no class (`data.ignore`).
+    place: the name of the data in errors.
+    ignore: `data.ignore`, the label of positions without a class.
     """
     if values.ndim > 2 and values.shape[1] == 1:
         values = values[:, 0]
@@ -203,8 +202,8 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
     """Return lists of labels as one array; short lists are filled up with the ignored label.
 
     rows: the list of each sample.
-    place: the file or the argument that has the data, for errors.
-    ignore: `data.ignore`, the label that means "no label".
+    place: the name of the data in errors.
+    ignore: `data.ignore`, the ignored label.
     """
     width = max(map(len, rows), default=0)
     has_text = any(isinstance(label, str) for row in rows for label in row)
@@ -222,11 +221,10 @@ def _number_with_ignored(
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return each label's class as a number, and the class names.
 
-    Ignored labels get the number `IGNORED`.
+    Labels that are `ignore` (`data.ignore`) get the number `IGNORED`.
     classes: the class of each label.
-    names: the names of the classes; None if the data has none.
-    place: the file or the argument that has the data, for errors.
-    ignore: `data.ignore`, the label that means "no label".
+    names: the class names; None if the data has none.
+    place: the name of the data in errors.
     """
     if classes.dtype.kind == "V":  # records cannot be labels; `number_labels` raises that error
         return number_labels(classes, names, place)
@@ -256,10 +254,10 @@ def _are_whole_classes(values: NDArray[Any]) -> bool:
 def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
     """Convert class labels that are floats to integers; return other labels unchanged.
 
-    values: the label of each of n samples, [n].
-    place: the file or the argument that has the data, for errors.
-    Raise ValueError if a float is not a whole number below 2**53. Also raise it if a sample has
-    several labels.
+    values: [n], the label of each sample.
+    place: the name of the data in errors.
+    Raise ValueError if a float is not a whole number below 2**53, or if a sample has several
+    labels.
     """
     if values.ndim > 1:
         raise ValueError(
@@ -302,9 +300,9 @@ def _to_indicators(
     """Return a table [n, L] of the labels that each sample has, and the names of the L labels.
 
     Entry [i, k] is 1 if sample i has label k, else 0.
-    rows: the list of labels of each of n samples.
+    rows: the labels of each of n samples.
     names: the names of all labels; None uses the labels that occur.
-    place: the name of the source in errors.
+    place: the name of the data in errors.
     """
     flat: list[Any] = []
     for row in rows:

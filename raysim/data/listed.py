@@ -23,8 +23,8 @@ FORM = "a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5]
 class Listed(Partitioner):
     """A partition that is read from a file with the training rows of every client.
 
-    file: a JSON file with a list of lists, or with an object of lists by client name; client 0 gets
-    the first list. Rows are counted from 0. Rows that are in no list are not used.
+    file: a JSON file with a list of lists, the first for client 0, or with an object of lists by
+    client name. Rows are counted from 0. Rows in no list are not used.
     """
 
     file: str | None = None
@@ -32,7 +32,7 @@ class Listed(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Return the training rows that the file gives to each client.
 
-        draws: has a label for each training row. Only the number of training rows is used.
+        draws: gives the number of training rows.
         Raise ValueError if the file does not contain lists of rows, or if a row occurs twice or
         does not exist.
         """
@@ -74,8 +74,7 @@ def store_lists(
     """Write lists of rows to a file in the cache of this machine; return their partition.
 
     rows: the training rows of each client, as a list of lists or as lists by client name.
-    settings: other settings of `Listed`, such as {"test_fraction": 0.1}. The file's name contains
-    the checksum of the lists.
+    settings: other settings of `Listed`, such as {"test_fraction": 0.1}.
     """
     csr = _check_lists(rows, "partition", None)
     lists = [csr.rows(client).tolist() for client in range(len(csr))]
@@ -93,8 +92,8 @@ def store_lists(
 def is_lists_of_rows(part: object) -> bool:
     """Return True if `part` consists of lists of rows, False if it consists of settings.
 
-    A list or a tuple always consists of lists of rows. So does a dictionary if all its values are
-    lists or arrays, or if no key is text. An empty dictionary counts as settings.
+    Lists and tuples consist of rows. A dictionary does so unless it is empty, or has a key that is
+    text and a value that is no list.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):

@@ -194,9 +194,9 @@ class Parquet(TableSource):
         """Choose the columns of the inputs, the label and the user.
 
         Columns that the settings do not name are chosen by their names and types.
-        path: the first file; all files must have its columns.
+        path: the first file; all files have its columns.
         Raise ValueError if the column of labels is missing, or if the columns of the input cannot
-        be chosen. A column that a setting names for the input may still be missing.
+        be chosen. It is not checked whether input columns that a setting names exist.
         """
         types = _column_types(path)
         names = list(types)
@@ -423,10 +423,9 @@ def _prefix_folders(
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
     """Raise ValueError if two files have different types of labels, such as text and numbers.
 
-    paths: the files.
     name: the column of labels.
-    kind: the value of `data.kind`. If it is None or "classification", integers and floats are
-    different types, because joining them would turn class numbers into floats.
+    kind: `data.kind`. For None and "classification", integers and floats are different types,
+    because joining them would make class numbers floats.
     """
     first_paths: dict[pa.DataType, Path] = {}
     for path in paths:

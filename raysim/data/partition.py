@@ -77,8 +77,7 @@ BYTES_PER_CLIENT = 100  # of the arrays of a partition
 class Draws:
     """The rows that a partitioner splits, and its two random streams.
 
-    labels, domains: [n], the label and the domain of each row. Data without classes have only the
-    label 0.
+    labels, domains: [n], the label and domain of each row. Without classes, all labels are 0.
     num_classes: the number of classes, including classes without samples.
     proportions: the random stream that decides how many rows, or which classes, each client gets.
     orders: the random stream for permutations of rows.
@@ -138,9 +137,8 @@ class Partitioner:
     def assign(self, draws: Draws) -> CSR:
         """Return the rows of each client, before rows are held out for tests.
 
-        draws: the labels and domains of all training rows, and the random streams.
-        Raise ValueError if the rows cannot be split with these settings. The error names the key
-        to change.
+        draws: the training rows and the random streams.
+        Raise ValueError if the rows cannot be split in this way; the error names the key to change.
         """
         raise NotImplementedError
 
@@ -364,9 +362,8 @@ class DirichletClient(Partitioner):
     def _draw_next_client(self, draws: Draws, class_sizes: Ints, size: int) -> Ints:
         """Draw the class of each sample of the next client: [size].
 
-        draws: has the random streams.
-        class_sizes: for each of the C classes, how many of its samples no client has yet, [C]. This
-        function subtracts the drawn samples from it in place.
+        class_sizes: [C], the number of samples of each class that no client has yet. This function
+        subtracts the drawn samples in place.
         size: the number of samples of a client.
         """
         distribution = self._draw_distributions(draws, class_sizes, 1)
@@ -384,10 +381,9 @@ class DirichletClient(Partitioner):
 class Shards(Partitioner):
     """A partition in which each client gets random shards of the data (McMahan et al. 2017).
 
-    The samples are sorted by label. The sorted samples are cut into shards, whose sizes differ by
-    at most one sample.
+    The samples are sorted by label and cut into shards, whose sizes differ by at most one sample.
     clients: the number of clients.
-    shards_per_client: the number of random shards that each client gets.
+    shards_per_client: the number of shards that each client gets.
     """
 
     by_class: ClassVar[bool] = True
@@ -422,10 +418,9 @@ class Shards(Partitioner):
 class Quantity(Partitioner):
     """A partition with IID labels, and client sizes from a Dirichlet(alpha) draw.
 
-    The sizes are drawn again until every client has `minimum` samples. This is the rule of Li et
-    al. (2022).
+    Sizes are drawn again until every client has `minimum` samples (Li et al. 2022).
     clients: the number of clients.
-    alpha: the parameter of the Dirichlet distribution. With a small alpha the sizes differ more.
+    alpha: with a small alpha, the sizes differ more.
     minimum: the smallest number of samples of a client.
     """
 
@@ -537,9 +532,7 @@ class Natural(Partitioner):
     ) -> Sequence[str]:
         """Return the name of the user that each client represents.
 
-        `partition=natural` uses the users of the data as domains, and each client has the
-        samples of one domain. The name of a client's user is therefore the name of the client's
-        domain.
+        In this partition, domains are users, so it is the name of the client's domain.
         partition: the rows of each client.
         domains: the domain of each training row.
         domain_names: the names of the domains, in the order of their numbers.

@@ -64,9 +64,9 @@ def stack_images(
 ) -> Pixels:
     """Return all images as uint8 [count, c, h, w].
 
-    size: the height and width to which images are resized; None keeps their size.
-    channels: the number of channels to which they are converted. None keeps the channels of arrays
-    that are not resized; grey images stay grey, and all others become RGB.
+    size: the new height and width; None keeps the images' sizes.
+    channels: the new number of channels. With None, arrays that keep their size also keep their
+    channels. Of other images, grey ones stay grey and all others become RGB.
     Raise ValueError if the resulting shapes differ.
     """
     if isinstance(images, np.ndarray):
@@ -107,10 +107,9 @@ def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]
 
 
 def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) -> Pixels:
-    """Return a picture as uint8 [c, h, w], converted and then resized to size x size.
+    """Return a picture as uint8 [c, h, w]: converted, then resized, bilinear and antialiased.
 
-    Resizing is bilinear and antialiased.
-    size: the height and width of the result; None keeps the picture's size.
+    size: the new height and width; None keeps the picture's size.
     channels: 1 makes the picture grey, 3 makes it RGB. None keeps a grey picture grey, and makes
     any other one RGB; transparency is lost.
     """

@@ -187,11 +187,9 @@ class Source:
     def with_domains(self, column: str) -> Source:
         """Return a copy of the source in which each different value of a column is a domain.
 
-        The column may contain, for example, the name of each sample's user. With
-        `partition=natural`, raysim calls this function if `partition.column` is set, and then makes
-        a client of each domain. A subclass for data with columns overrides it; the base class
-        raises ValueError.
-        column: the name of the column (`partition.column`).
+        With `partition=natural`, each domain becomes a client. A subclass for data with columns
+        overrides this function; the base class raises ValueError.
+        column: `partition.column`, such as a column with the user of each sample.
         """
         raise ValueError(
             f"partition.column={column} names a column, but the data source {type(self).__name__} "
@@ -266,9 +264,9 @@ class Source:
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
         """Return the inputs as they are stored, and their `Tokens` if they are token numbers.
 
-        Pictures are decoded to uint8 [n, c, h, w]; `convert_inputs` converts other inputs.
+        Pictures become uint8 [n, c, h, w]. `convert_inputs` converts other inputs.
         raw: the samples that the source read.
-        name: the name of the source, for errors.
+        name: the name of the source in errors.
         """
         if isinstance(raw.inputs, dict):
             raise ValueError(
@@ -344,7 +342,7 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 
     kind: the kind of the task, such as "classification".
     outputs: the number of the model's outputs.
-    name: the name of the source, for errors.
+    name: the name of the source in errors.
     Raise ValueError if the labels do not fit `kind` or `outputs`.
     """
     if kind in ("classification", *POSITION_KINDS):
@@ -481,7 +479,6 @@ def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
     """Return only the samples of some classes, and the samples without a label.
 
     Pictures of other classes are never decoded.
-    raw: the samples that the source read.
     classes: the names of the classes to keep, which are numbered in this order.
     """
     if raw.kind != "classification":

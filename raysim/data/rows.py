@@ -16,8 +16,8 @@ from raysim.data.splits import floor_counts
 def choose_test_rows(groups: Ints, fraction: float) -> NDArray[np.bool_]:
     """Return the mask of test rows: a share of each group's rows, evenly spread.
 
-    groups: the number of each row's group, such as its class, [n].
-    fraction: the share; the number of test rows of a group is rounded down.
+    groups: [n], the number of each row's group, such as its class.
+    fraction: the share; numbers of rows are rounded down.
     """
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups)
@@ -100,11 +100,11 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return the number of each row's domain, [n], and the names of all domains.
 
-    Domains with training rows get the first numbers, and domains without training rows get the last
-    numbers. Inside each of these two groups, `order` decides.
-    values: the name of each row's domain, [n].
+    Domains without training rows get the last numbers. Among the domains with training rows, and
+    among those without, `order` decides.
+    values: [n], the name of each row's domain.
     is_train: bool [n], True for training rows.
-    order: the names of all domains; None uses the order of `natural_order`.
+    order: the names of all domains; None uses `natural_order`.
     """
     names = values.astype(np.str_)
     ordered = natural_order(values) if order is None else order

@@ -39,11 +39,11 @@ USUAL_LABELS = ("cls", *LABEL_NAMES, "mask", "seg")
 
 
 class Part(NamedTuple):
-    """One file of a sample, and where its bytes are in a tar file.
+    """One file of a sample, and where the file's bytes are in a tar file.
 
     shard: the tar file.
     name: the file's name in the tar file.
-    start: the position of the file's first byte in the tar file.
+    start: the position of its first byte.
     size: the number of its bytes.
     """
 
@@ -214,11 +214,10 @@ class WebDataset(Source):
     ) -> tuple[NDArray[Any], Tokens | None]:
         """Read one file of each of n samples; return the contents as an array [n, ...].
 
-        The second result is the `Tokens` of texts and of lists of integers; it is None for other
-        contents.
+        Also return the `Tokens` of texts and of lists of integers, or None for other contents.
         samples: the files of each sample, by file name ending.
         ending: the ending of the files to read, such as "jpg".
-        place: the value of `data.root`, with which error messages begin.
+        place: the value of `data.root`, for errors.
         """
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))
@@ -238,8 +237,7 @@ def _tar_files(folder: Path) -> list[Path]:
 def _field_name(ending: str) -> str:
     """Return the name of the model's argument that gets the input files with this ending.
 
-    The name is the ending up to its last dot: `image` for the ending "image.png". An ending without
-    a dot is itself the name, such as `jpg`.
+    This is the ending up to its last dot: `image` for "image.png", but `jpg` for "jpg".
     """
     return ending.rpartition(".")[0] or ending
 

@@ -175,11 +175,11 @@ class Cifar100(Source):
 
 @dataclass(frozen=True)
 class Svhn(Source):
-    """A source of SVHN, which torchvision downloads and reads; its split `extra` is not used.
+    """A source of SVHN, which torchvision downloads and reads, without the split `extra`.
 
-    root: the folder that contains train_32x32.mat, or that receives the download; None uses the
-    folder of stored data sets.
-    download: False refuses to download missing files.
+    root: the folder of train_32x32.mat, to which missing files are downloaded; None uses the folder
+    of stored data sets.
+    download: False refuses downloads.
     """
 
     root: str | None = None
@@ -324,7 +324,7 @@ def _read_split(
 ) -> tuple[NDArray[np.uint8], Ints, list[str]]:
     """Return the images [n, c, h, w], labels and class names of one split.
 
-    If torchvision has no class names, the names are "0" to "9".
+    Without class names in torchvision, the names are "0" to "9".
     folder: the folder of torchvision's files.
     set_name: the class in torchvision.datasets, such as "MNIST".
     split: "train" or "test".

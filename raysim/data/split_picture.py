@@ -25,9 +25,7 @@ MAX_BINS = 30  # of the histogram of sizes
 def draw_partition(data: FederatedData, path: str | Path) -> None:
     """Write a PNG with two diagrams: each client's samples by class, and the clients' sizes.
 
-    The first diagram has a bar for each client. If there are many clients or classes, it is a heat
-    map.
-    path: the file to write.
+    The first diagram has a bar for each client. With many clients or classes, it is a heat map.
     """
     from matplotlib.figure import Figure
 

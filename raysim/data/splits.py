@@ -2,7 +2,7 @@
 
 The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
 Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). In shapes, N is
-the number of clients, C the number of classes and n the number of samples.
+the number of clients, C of classes and n of samples.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
 def share_counts(total: int, shares: Floats) -> Ints:
     """Divide `total` samples between N clients; return the number of samples of each, [N].
 
-    The samples are cut at the cumulative sums of the shares. Each cut is rounded down, and the last
-    client gets the remaining samples.
-    shares: the share of each client, [N], with sum 1.
+    The cuts, at the cumulative sums of the shares, are rounded down.
+    shares: [N], the share of each client, with sum 1.
     """
     cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
     cuts[-1] = total
@@ -58,9 +57,9 @@ def share_counts(total: int, shares: Floats) -> Ints:
 def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> Iterator[Ints]:
     """Yield, for each of C classes, the number of samples of this class that each client gets, [N].
 
-    sizes: the number of samples of each class, [C].
-    proportions: the shares of each class that the N clients get, [C, N].
-    balance: True gives no samples of later classes to a client that already has 1/N of all samples.
+    sizes: [C], the number of samples of each class.
+    proportions: [C, N], the shares of each class that the N clients get.
+    balance: True gives no samples of later classes to a client that has 1/N of all samples.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
     totals = np.zeros(clients, dtype=np.int64)
@@ -112,10 +111,10 @@ def dirichlet_label_split(
 ) -> CSR:
     """Split the rows of each of C classes over N clients.
 
-    labels: the class of each row, [n].
-    proportions: the share of each class that each client gets, [C, N].
-    order: a permutation of the rows; the rows of a class are given out in this order.
-    balance: True gives no rows of later classes to a client that already has 1/N of all rows.
+    labels: [n], the class of each row.
+    proportions: [C, N], the share of each class that each client gets.
+    order: a permutation of the rows, in which the rows of a class are given out.
+    balance: True gives no rows of later classes to a client that has 1/N of all rows.
     """
     labels, shares = np.asarray(labels), np.asarray(proportions)
     clients = np.arange(shares.shape[1])
@@ -130,8 +129,8 @@ def dirichlet_label_split(
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
     """Return s_ck = p_kc / sum_j p_jc, the share of class c that client k gets, [C, N].
 
-    If class c has the probability 0 for all clients, all get the same share, 1/N.
-    client_distributions: [N, C], the probability p_kc of class c for client k; each row sums to 1.
+    Of a class that has the probability 0 for all N clients, each gets 1/N.
+    client_distributions: [N, C], the probability p_kc of class c for client k.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)
@@ -238,9 +237,8 @@ def domain_split(
     """Split the rows of each domain evenly over the clients of this domain.
 
     Domain d has the clients d * clients_per_domain to (d + 1) * clients_per_domain - 1.
-    domains: the domain of each row, [n].
-    num_domains: the number of domains.
-    order: a permutation of the rows; the rows of a domain are given out in this order.
+    domains: [n], the domain of each row.
+    order: a permutation of the rows, in which the rows of a domain are given out.
     """
     domains = np.asarray(domains)
     sizes = np.bincount(domains, minlength=num_domains)
@@ -281,9 +279,8 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
     A smaller fraction returns a subset of the rows of a larger fraction.
     indices, offsets: the arrays of the `CSR` with each client's rows.
-    fraction: the share of each client's rows that is returned; the number of rows is rounded down.
-    order: the numbers of all rows in permuted order. The rows of a client that come first in
-    `order` are returned.
+    fraction: the share; numbers of rows are rounded down.
+    order: all row numbers, permuted. The rows of a client that come first in `order` are returned.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -293,10 +290,9 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
     """Choose samples of each client; return the positions of these samples in `csr.indices`.
 
-    csr: the row numbers of each client's samples.
-    counts: the number of samples to choose from each client, [N].
-    order: the row numbers of all samples in permuted order. The samples of a client that come first
-    in `order` are chosen.
+    counts: [N], the number of samples to choose from each client.
+    order: the row numbers of all samples, permuted. The samples of a client that come first in
+    `order` are chosen.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

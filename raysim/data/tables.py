@@ -115,13 +115,12 @@ class TextTable(TableSource):
         )
 
     def _target_columns(self, names: list[str], place: str) -> list[str]:
-        """Return the columns that contain the target: `data.targets`, or the column of labels.
+        """Return the columns of the target: `data.targets`, or else the column of labels.
 
-        The column of labels is used if `data.targets` is None.
         names: the columns of the table.
         place: the name of the file in errors.
-        Raise ValueError if `data.targets` and `data.label` are both set. Also raise ValueError if
-        neither is set and no column has a usual name of labels.
+        Raise ValueError if `data.targets` and `data.label` are both set, or if none is set and no
+        column has a usual name of labels.
         """
         if self.targets and self.label:
             raise ValueError(
@@ -135,8 +134,8 @@ class TextTable(TableSource):
     ) -> Raw:
         """Return the samples of a table in which each row is a document.
 
-        is_test: bool [rows], True for test rows. None means that there is no test file; then
-        `test_fraction` of the documents become test rows.
+        is_test: bool [rows], True for test rows. None makes `test_fraction` of the documents test
+        rows.
         place: the name of the file in errors.
         """
         user = self.user or self.find_users(table.column_names)
@@ -170,8 +169,8 @@ class TextTable(TableSource):
 class Csv(TextTable):
     """A source of comma-separated values with the names of the columns in the first line.
 
-    delimiter: the character between the values of a row. A field that is empty, and one such as NA,
-    NaN or NULL, is missing if it is not in quotes.
+    delimiter: the character between the values of a row. Values that are empty, NA, NaN or NULL,
+    without quotes, are missing.
     """
 
     delimiter: str = ","

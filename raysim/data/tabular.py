@@ -205,11 +205,11 @@ def _assemble(
 ) -> Raw:
     """Return the samples that the arrays of an archive describe.
 
-    arrays: the arrays of the archive, by name.
-    is_test: the mask of test rows. With None, `test_fraction` decides the number of test rows, for
-    each user and each class separately.
+    arrays: the arrays, by name.
+    is_test: the mask of test rows. None makes a share `test_fraction` of each user and class test
+    rows.
     kind, ignore, padding: the settings `data.kind`, `data.ignore` and `data.padding`.
-    place: the file or the argument that has the data, for errors.
+    place: the name of the data in errors.
     """
     users = arrays.get("user")
     values = arrays["y"] if "y" in arrays else _read_targets(arrays, place)

@@ -106,13 +106,11 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters (Shakespeare), the texts of a user overlap;
-        `join_windows` then joins them to longer documents.
-        texts: the text of each sample.
-        answers: the label of each sample.
-        users: the user of each sample.
+        If the answers are single characters (Shakespeare), the texts of a user overlap and are
+        joined to longer documents.
+        texts, answers, users: the text, label and user of each sample.
         is_test: True for samples of the central test set.
-        place: the file or the argument that has the data, for errors.
+        place: the name of the data in errors.
         """
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
@@ -221,9 +219,9 @@ def join_windows(windows: Sequence[str]) -> Iterator[str]:
 class _LeafRows:
     """The labels and users of all samples, and which samples are for testing.
 
-    labels: [n, ...], the label of each sample.
-    users: [n], the name of each sample's user.
-    is_test: bool [n], True for samples that are for testing.
+    labels: [n, ...].
+    users: [n], names of users.
+    is_test: bool [n].
     place: the name of the data in errors.
     """
 
@@ -243,7 +241,7 @@ class _LeafRows:
 def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
     """Return the text in one field of each input; an input is a list of fields.
 
-    field: the number of the field, from 0 (`data.field`).
+    field: `data.field`, counted from 0.
     place: the name of the data in errors.
     Raise ValueError if an input has no text in this field.
     """
@@ -378,9 +376,9 @@ class Markov(Source):
     ) -> Raw:
         """Return sequences as documents for a language model.
 
-        Each token is stored as its number plus 1, because 0 marks the end of a document.
+        Tokens are stored as their numbers plus 1, because 0 marks the end of a document.
         sequences: int64 [n, T], the tokens of n documents.
-        lengths: [n], how many tokens of each sequence are used; further ones are left out.
+        lengths: [n], the number of tokens of each sequence that are used.
         names: [n], the user of each document.
         is_test: [n], True for documents of the central test set.
         """
@@ -395,8 +393,7 @@ class Markov(Source):
 
         Return float [chains, V, V] for V = `vocabulary` tokens, and the index of each sequence's
         chain, [n].
-        rng: the random generator.
-        users: [n], the number of the user of each sequence.
+        users: [n], the number of each sequence's user.
         """
         size = self.vocabulary
 
@@ -417,11 +414,10 @@ def _draw_sequences(
 ) -> Ints:
     """Generate n sequences of tokens with Markov chains: [n, length].
 
-    The first token of a sequence is drawn uniformly, each later token from the sequence's chain.
-    transitions: [chains, V, V]. Entry [c, s, t] is the probability that token t follows token s in
-    chain c; V is the number of tokens.
-    chains: [n], the number of the chain of each sequence.
-    rng: the random generator.
+    The first token of a sequence is drawn uniformly.
+    transitions: [chains, V, V] for V tokens. Entry [c, s, t] is the probability that token t
+    follows token s in chain c.
+    chains: [n], the chain of each sequence.
     """
     cumulative = np.cumsum(transitions, axis=2)
     sequences = np.empty((len(chains), length), np.int64)

@@ -25,10 +25,8 @@ from raysim.training.run_spec import Checkpoint, RunSpec
 def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
     """Set each key to the value that a method requires, unless the user set the key.
 
-    Return the new configuration, and a sentence for each changed key. If the user set another
-    value, it stays, and `Method.setup` refuses it later.
-    node: the run's configuration.
-    methods: the run's methods.
+    Return the new configuration, and a sentence for each changed key. `Method.setup` refuses other
+    values of the user later.
     """
     sentences = []
     for method in methods:
@@ -106,8 +104,7 @@ def pool_training(
 ) -> tuple[FederatedData, Schedule, Local]:
     """Return data, schedule and local training for one client that has the samples of all clients.
 
-    `method=centralized` trains in this way. A round processes as many samples as a round of the
-    federated run does on average.
+    A round processes as many samples as an average round of the federated run.
     method: the name of the method that trains in this way, for errors.
     Raise `RefusedError` if the schedule is not synchronous.
     """

@@ -130,8 +130,8 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
     """Return the data of a run, split over its clients.
 
     config: overrides as on the command line, in one text or a list; or a complete configuration.
-    allow: packages besides raysim whose classes and options the configuration may use.
-    Raise `RefusedError` for data that cannot be split in this way.
+    allow: packages besides raysim whose classes and options may be used.
+    Raise `RefusedError` for data that cannot be split.
     """
     with errors_as_refusals():
         node = _compose_node(config, allow)
@@ -145,7 +145,7 @@ def _compose_node(
 ) -> Node:
     """Return a run's complete configuration.
 
-    config: overrides, from which a configuration is composed; or a complete configuration.
+    config: overrides, or a complete configuration.
     allow: packages besides raysim whose options the overrides may use.
     settings: more overrides, as Python values by key.
     Raise `RefusedError` for settings that would change a complete configuration.
@@ -313,9 +313,9 @@ def _rate_warnings(settings: RunSettings) -> list[str]:
 
 
 def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
-    """Return the reason why the planner cannot work ahead of the training; "" if it can.
+    """Return why the planner cannot plan aggregations before earlier ones are trained.
 
-    To work ahead means to plan later aggregations before earlier ones are trained.
+    Return "" if it can.
     declarations: what the run's methods declared, such as messages that change in size.
     """
     if not spec.selection.plans_ahead:
@@ -328,10 +328,9 @@ def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Add to `evaluate.lower` the names of the metrics for which a lower score is better.
 
-    Return the configuration and the `spec` with the longer list.
+    Return the new configuration and the new `spec`.
     Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run.
-    With a learner, no name in `evaluate.lower` is refused, because learners may report more
-    metrics.
+    This is not checked with a learner, which may report more metrics.
     """
     metrics = [metric.name for metric in spec.task.metrics]
     has_learner = any(isinstance(method, Learner) for method in spec.methods)

@@ -20,7 +20,7 @@ def completions(
 ) -> list[str]:
     """Return the words to which the shell can complete a word when the user presses the Tab key.
 
-    prefix: the word that is completed, up to the cursor.
+    prefix: the word, up to the cursor.
     other_words: the other words of the command.
     folders: the user's own folders of options.
     """

@@ -1,8 +1,8 @@
 """Make a checked configuration from overrides and the files of options.
 
 The files are in raysim's folder `conf`, in packages and in the user's folders. A configuration may
-also start from the config.yaml of an earlier run. Hydra composes the files (`hydra_composition`).
-This module checks and applies the overrides.
+also start from the config.yaml of an earlier run. `hydra_composition` composes the files; this
+module checks and applies the overrides.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ CONFIG_FILE = "config.yaml"
 class Draft:
     """A configuration in which references, such as `${seed}`, are not yet resolved.
 
-    config: the configuration, with the values that the user set.
-    values: the values that the user set, by key.
+    config: the configuration, with the user's values.
+    values: the user's values, by key.
     set_keys: the keys in `values`, and the groups for which the user chose an option.
-    stored: the configuration of an earlier run, which gives the values of all other keys; None if
-    there is none.
+    stored: an earlier run's configuration, which gives the values of all other keys, or None.
     """
 
     config: DictConfig
@@ -133,7 +132,7 @@ def _separate_options(
 
     overrides: texts "key=value".
     settings: overrides as Python values, by key.
-    groups: all options; an override whose key is a group chooses an option.
+    groups: all options; an override of a group chooses an option.
     Raise `RefusedError` for a key in both `overrides` and `settings`, and for unknown options.
     """
     parsed = [read_full_key(text) for text in overrides]
@@ -171,11 +170,10 @@ def _restore_objects(
     """Copy the entries that describe Python objects from a stored configuration to `config`.
 
     config: the new configuration, which is changed in place.
-    stored: the configuration of an earlier run, for which the user may have given Python objects,
-    such as a model.
-    options: the options that the user chooses now, by group. The entries of these groups are not
+    stored: the configuration of an earlier run, which may have objects such as a model.
+    options: the options that the user chooses now, by group. Entries of these groups are not
     copied.
-    groups: all groups with the files of their options.
+    groups: all groups with their files.
     """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
@@ -247,10 +245,8 @@ def draft(
 def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
     """Complete the common configuration of a sweep with the values of one trial. Read no file.
 
-    Return the configuration of the trial.
-    drafted: the configuration that all trials have in common, which is the first item of the pair
-    that `draft` returns.
-    values: the trial's values of the keys that the sweep varies, by key.
+    drafted: the configuration that all trials have in common, the first result of `draft`.
+    values: the trial's values, by key.
     """
     config = OmegaConf.create(drafted)
     values = full_keys(values)
@@ -263,9 +259,9 @@ def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
 
 # --- stored configurations ------------------------------------------------------------------------
 def _load_stored(path: str | Path | None) -> Node | None:
-    """Load a configuration to start from, without its folder (`out`) and its `resume`.
+    """Load a configuration to start from, without the keys `out` and `resume`.
 
-    path: the file of the configuration, as a path or a URL; None returns None.
+    path: a path or a URL; None returns None.
     Raise `RefusedError` if the file is missing or is not a complete configuration.
     """
     if path is None:
@@ -283,10 +279,10 @@ def _load_stored(path: str | Path | None) -> Node | None:
 
 
 def _load_resumed(values: Mapping[str, Any]) -> Node | None:
-    """Load the config.yaml of the run that the override of `resume` names.
+    """Load the config.yaml of the run that `resume` names.
 
-    Return None if the user did not set `resume`, or if config.yaml does not exist.
-    values: the values that the user set, by key.
+    Return None if the user did not set `resume`, or if the file does not exist.
+    values: the user's values, by key.
     Raise `RefusedError` if the configuration is not complete.
     """
     for place in _folders_of_resumed_run(values):
@@ -326,9 +322,8 @@ def _folders_of_resumed_run(values: Mapping[str, Any]) -> list[str]:
 def _is_complete(node: Node) -> bool:
     """Return True if a configuration has all groups that every run needs, and their options' names.
 
-    The entry of each such group must be a dictionary of settings. The entry `choices` must contain
-    the name of the chosen option for each such group. For the groups "method" and "observer", it
-    must contain a list of names.
+    Each such group must have a dictionary of settings, and the name of its option in `choices` (a
+    list of names for "method" and "observer").
     """
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:
@@ -370,8 +365,7 @@ def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]
 def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) -> DictConfig:
     """Return a stored configuration in which the keys that the user set have the user's values.
 
-    stored: the stored configuration.
-    config: a configuration that has the user's values.
+    config: a configuration with the user's values.
     set_keys: the keys that the user set, and the groups for which the user chose an option.
     """
     result = OmegaConf.create(stored)

@@ -89,10 +89,9 @@ def _has_text_keys(node: object) -> bool:
 def is_set(key: str, node: Node) -> bool:
     """Return True if the user set the key, its group, or a key below it.
 
-    A configuration that was read from a file does not say which keys the user set. For such a
-    configuration, return True for every key.
-    key: the full name of a key, such as "local.lr".
-    node: the configuration.
+    Return True for every key if the configuration comes from a file, which does not say which keys
+    the user set.
+    key: a full name, such as "local.lr".
     """
     set_keys = node["choices"].get(SET_KEYS)
     if set_keys is None:

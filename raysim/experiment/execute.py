@@ -202,13 +202,11 @@ def _run_with_restarts(
     quiet: bool,
     user_observers: Sequence[Observer],
 ) -> Result:
-    """Execute a run; if a process is lost, restart it.
+    """Execute a run; if a process is lost, restart from the last checkpoint.
 
-    It restarts from its last checkpoint. Without one, it restarts where it began: at the checkpoint
-    in `place`, or at round 0.
-    place: the run's folder, and the checkpoint from which the run continues, if it has one.
+    Without a checkpoint, the run restarts where it began.
+    place: the run's folder, and the checkpoint from which the run began, if it has one.
     quiet: True prints only warnings and errors.
-    user_observers: the user's observers.
     """
     options = experiment.spec.settings.checkpoint
     first_checkpoint = place.resume

@@ -43,8 +43,7 @@ class Groups:
 
     files: the file of each option, by group and name.
     common: the shared files. The key of conf/GROUP/_NAME.yaml is "GROUP/_NAME".
-    state: path, time of change and size of every file. If two `Groups` have equal states, they give
-    equal configurations.
+    state: path, time of change and size of every file. Equal states mean equal files.
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
@@ -151,10 +150,8 @@ def load_option(path: Path, group: str) -> Node:
 def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
     """Return "group=option" for each option of `group` that has a key.
 
-    An option has a key if the key is in the option's file, or in a file that this file includes.
+    The key is in the option's file, or in a file that this file includes.
     key: the name of a setting without its group, such as "lr".
-    group: the name of a configuration group, such as "local".
-    groups: all groups with the files of their options.
     """
     paths = groups.files.get(group, {})
     return [f"{group}={name}" for name, path in paths.items() if _has_key(path, key, group)]
@@ -190,8 +187,6 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
     """Return a list of options as text, "a+b", which needs no quotes in a shell.
 
     The empty list is "fedavg" for the group "method", and "null" for any other group.
-    names: the names of the options.
-    group: the group of the options.
     """
     return "+".join(map(str, names)) or NONE.get(group, "null")
 
@@ -199,10 +194,8 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
     """Return the names of the options that an override selects in a group.
 
-    group: the name of the group, such as "method".
-    value: the value of the override, usually the name of an option. Groups such as "method" accept
-    several options: the text "a+b", a list of names, or None for no option.
-    groups: all options.
+    value: the value of the override: the name of an option. Groups such as "method" also accept the
+    text "a+b", a list of names, or None.
     Raise `RefusedError` for an option that does not exist or is named twice.
     """
     options = groups.files[group]
