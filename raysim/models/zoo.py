@@ -261,9 +261,9 @@ def _load_fitting_values(
 ) -> None:
     """Load the pretrained values for which the network has a tensor of equal name and shape.
 
-    Raise ValueError if two tensors of the same name have different shapes, except in the head with
-    `num_classes` outputs.
     name: `model.name`, for the error.
+    num_classes: the number of outputs of the network's head.
+    Raise ValueError if two tensors of the same name have different shapes, except in the head.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []
