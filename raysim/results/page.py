@@ -467,7 +467,7 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
     The table has up to `LOWEST_USERS` clients of each group's first run, with the names of their
-    users. Return [] if no first run has users and scores.
+    users. Without users and scores, return [].
     factor: 100 shows scores in percent, 1 shows them unchanged.
     """
     labels: list[str] = []

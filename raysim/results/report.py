@@ -568,7 +568,7 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     """Return a column with a row for each group, from a column with a row for each run.
 
     A row shows the mean of the group's runs and, except in the column "rounds", the deviation.
-    groups: the groups, whose runs are the rows of `column` in this order.
+    groups: the groups of runs, in the order of the rows of `column`.
     """
     numbers = iter(column.scores)
     data = iter(column.groups or [])

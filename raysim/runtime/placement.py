@@ -291,8 +291,8 @@ def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
 def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
     """Return the number of workers and their resources in a trial of a sweep.
 
-    bundles: the bundles of the trial's placement group: the first one for the trial itself, all
-    others for workers.
+    bundles: the trial's placement group: the first bundle is for the trial itself, all others are
+    for workers.
     device: with "cuda", each worker's bundle must have a GPU.
     Raises ValueError if there are fewer or smaller bundles than the options request.
     """

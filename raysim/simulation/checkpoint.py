@@ -231,7 +231,7 @@ class Checkpoints:
         """Write new rows of the history to log files; return the files' checksums by file name.
 
         Each file gets exactly `_ROWS` rows; fewer rows at the end are left for a later call.
-        rows: all rows of the history. Rows that are in files already are skipped.
+        rows: all rows of the history, including rows that are in files already.
         """
         files = {}
         written = sum(name.startswith("log/rows-") for name in self._log)

@@ -85,8 +85,7 @@ def worker_bytes(model_floats: int, itemsize: int) -> int:
 def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
     """Put the content of the data set's file into the object store, for other nodes.
 
-    Return a list with a reference to the content; or [] if all processes of the run are on this
-    node.
+    Return a list with a reference to the content; or [] if the run has no other node.
     group: the placement group of the run; None if all processes are on this node.
     """
     if group is None:
@@ -441,8 +440,7 @@ class RayRuntime:
         """Start to watch the nodes: notice lost nodes, and start workers on new nodes.
 
         If the run never starts further workers, do nothing.
-        timeout_s: the time without an answer after which a node counts as lost; infinity means
-        never.
+        timeout_s: a node without an answer for this time counts as lost; infinity means never.
         dataset_path: the data set's file on this node, which is copied to nodes without it.
         """
         if self._growth is not None:

@@ -91,8 +91,8 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 class ClusterState(NamedTuple):
     """What the head of a cluster knows about its nodes, which are named by Ray's identifiers.
 
-    draining: the nodes that will leave, for example spot instances after their notice.
-    free: for each node, the resources that are not reserved.
+    draining: the nodes that will leave, such as spot instances after their notice.
+    free: the unreserved resources of each node.
     has_demand: True if a task, an actor or a placement group waits for resources.
     """
 
