@@ -1,7 +1,7 @@
 """Decide which models the server of a run has, and make a `Server` object for each model.
 
-A replica is one of the server's models; a topology can have several replicas. A `Network` says
-which clients each replica serves, and when the replicas exchange their parameters.
+A replica is one of these models. A `Network` says which clients each replica serves, and when
+replicas exchange their parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from raysim.vectors.layout import Vector
 
 
 def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Network:
-    """Build the topology for the clients of a run: replicas (server models) and their exchanges.
+    """Build the topology of a run: which clients each replica serves, and when replicas exchange.
 
-    spec: the run, with its topology.
-    declarations: what the methods of the run declare.
-    fleet: gives the region of each client, for topologies that group clients by region.
+    fleet: gives the region of each client.
     Raises ValueError if the topology does not fit the run's clients, methods or compression.
     """
     settings, counts = spec.settings, spec.data.partition.train.counts
@@ -166,11 +164,10 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return what makes a method depend on a server: its first such hook or declaration.
+    """Return the first hook or declaration of a method that needs a server; "" if none does.
 
-    The result is a name, such as "combine" (a hook) or "run.send" (a declaration). It is "" if the
-    method needs no server. A method that needs a server does not work if each client has its own
-    replica.
+    Examples are "combine" (a hook) and "run.send" (a declaration). A method that needs a server
+    does not work if each client has its own replica.
     """
     for hook in ("weigh", "combine", "step", "absorb"):
         if declared.has_hook(hook):
@@ -190,8 +187,6 @@ def make_replicas(
 ) -> Replicas:
     """Return the replicas of a run before its first round, each with its server.
 
-    spec: the run.
-    declarations: what the methods of the run declare.
     initial: the initial model.
     size: the largest number of updates in one aggregation.
     network: the topology, with the clients that each replica serves.

@@ -21,9 +21,9 @@ _PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))
 class CountingRuntime:
     """A runtime that counts the bytes of arrays that each node receives and sends.
 
-    A stored value is counted once for each node that receives it.
-    runtime: the runtime that executes the calls.
-    vector_bytes: the size in bytes of a sum of updates.
+    A stored value counts once for each node that receives it.
+    runtime: executes the calls.
+    vector_bytes: the bytes of a sum of updates.
     """
 
     def __init__(self, runtime: Runtime, vector_bytes: int):
@@ -84,12 +84,12 @@ class CountingRuntime:
         return ref
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Call a method of a worker without waiting for it; return references to what it returns.
+        """Call a method of a worker without waiting; return references to what the method returns.
 
         The bytes of the arguments are counted.
         method: the name of a method of `Worker`.
         args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns; each value has a reference.
+        returns: the number of values that the method returns.
         """
         nodes = self.runtime.nodes
         node, has_several = nodes[worker], any(nodes)
@@ -120,8 +120,7 @@ class CountingRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
         """Let a node add up sums of updates; return a reference to the total.
 
-        The bytes of sums that come from other nodes are counted.
-        node: the number of the node.
+        The bytes of sums from other nodes are counted.
         parts: for each sum, the positions of its updates in the order of aggregation.
         refs: references to the sums, in the same order.
         """

@@ -113,8 +113,7 @@ class Oort(Selection):
         """Move idle clients from the state's array "picks" to the end of `chosen`; return `chosen`.
 
         "picks" has the clients that the latest round chose and that `select` has not returned yet.
-        Clients that are busy or already in `chosen` are removed from "picks" without being added.
-        The function stops when `chosen` has `view.count` clients, or "picks" is empty.
+        Stop at `view.count` clients. Busy or repeated clients are dropped.
         """
         picks = view.state["picks"]
         taken = 0
@@ -173,10 +172,10 @@ class Oort(Selection):
 
     @staticmethod
     def _preferred_seconds(percentile: float, seconds: np.ndarray) -> float:
-        """Return the preferred duration in seconds: a percentile of the known durations.
+        """Return a percentile of durations in seconds: the duration that the selection prefers.
 
+        Return infinity for percentile 100, or if `seconds` is empty.
         seconds: for each client that has reported, the duration of its last job that was not lost.
-        Return infinity if the percentile is 100 or no duration is known.
         """
         if percentile >= 100 or not len(seconds):
             return math.inf

@@ -56,11 +56,11 @@ class NoClientsLeftError(RunStoppedError):
 
 
 class Load(NamedTuple):
-    """The number of samples that a job processes, and the floats that it receives and sends.
+    """The number of samples that a job processes, and the floats that its client exchanges.
 
-    work: the samples that the client trains, plus the samples that methods add with the hook
-    `cost`, for further computations. A sample that makes only a forward pass counts as a third.
-    down, up: the number of floats that the client receives and sends.
+    work: the trained samples, plus the samples that methods add with the hook `cost`. A sample that
+    makes only a forward pass counts as a third.
+    down, up: the floats that the client receives and sends.
     """
 
     work: float
@@ -69,11 +69,11 @@ class Load(NamedTuple):
 
 
 class Messages(Protocol):
-    """The compressed messages that clients receive in place of the whole parameters.
+    """Compressed messages with the change of the parameters from one version to the next.
 
-    A message contains the change of the parameters from one version to the next.
-    received: int32 [clients], the newest version that each client has received. This is the base
-    version of the client's last job; -1 for a client without a job.
+    Clients receive them in place of all parameters.
+    received: int32 [clients], the base version of each client's last job; -1 for a client without a
+    job.
     """
 
     received: np.ndarray
@@ -274,9 +274,9 @@ class Planner:
     def measure_with(self, measure: MeasureLosses) -> None:
         """Set the function with which the selection rule measures the losses of clients.
 
-        measure: function that returns the loss of the current model version on each client's
-        samples. The first argument is the clients. The second argument is the largest number of
-        samples that each client uses; None means all of its samples.
+        measure: returns the loss of the current version on the samples of each client. The
+        arguments are the clients and the largest number of samples of a client; None uses all
+        samples.
         """
         if self._selector is not None:
             self._selector.measure = measure
@@ -289,8 +289,8 @@ class Planner:
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
         """Divide clients into pools of about equal size by the duration of their first job.
 
-        Return the clients of each pool, ascending. The pool with the fastest clients comes first.
-        The schedule decides the number of pools; the result is empty if there are none.
+        Return the clients of each pool, ascending; the fastest pool is first. Return [] if the
+        schedule has no pools.
         counts: [clients], the number of training samples of each client.
         """
         if not self.schedule.pools:
@@ -338,11 +338,10 @@ class Planner:
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates; return this aggregation.
 
-        Raises RuntimeError if an action of the schedule is not allowed.
-        Raises NoClientsLeftError if no client will become available again.
-        Raises SelectionError if the selection rule makes a choice that is not allowed.
-        Raises ValueError if no client of the run is available in the first `patience` seconds, or
-        if `MAX_CONSECUTIVE_LOST_JOBS` jobs in a row are lost.
+        Raises RuntimeError or SelectionError for a wrong action or choice of the schedule or the
+        selection rule, NoClientsLeftError if no client becomes available again, and ValueError if
+        no client is available in the first `patience` seconds or `MAX_CONSECUTIVE_LOST_JOBS` jobs
+        in a row are lost.
         """
         self._short.clear()
         sites = self._sites
@@ -361,12 +360,11 @@ class Planner:
             self._advance(until)
 
     def _decide(self, site: Site) -> PlannedAggregation | float:
-        """Execute a schedule's actions for its clients until the schedule aggregates or waits.
+        """Execute the schedule's actions for a site until the schedule aggregates or waits.
 
-        If the schedule aggregates, return the planned aggregation. If it waits, return the virtual
-        time at which the wait ends at the latest. Infinity means that it waits until a job ends or
-        a client becomes available.
-        site: the clients for which the schedule decides, and the jobs of these clients.
+        Return the planned aggregation, or the virtual time at which the wait ends at the latest.
+        Infinity means that only an ended job or an available client ends the wait.
+        site: the clients of one schedule and their jobs.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -506,9 +504,8 @@ class Planner:
         return removed
 
     def _aggregate(self, site: Site, numbers: Sequence[int]) -> PlannedAggregation:
-        """Aggregate arrived jobs of a site on virtual time; return the planned aggregation.
+        """Aggregate arrived jobs of a site on the virtual clock; return the planned aggregation.
 
-        site: the clients for which one schedule decides, and the jobs of these clients.
         numbers: the numbers of the jobs, in the order in which they are aggregated.
         """
         count = len(numbers)
@@ -600,10 +597,9 @@ class Planner:
     def _dispatch(self, site: Site, count: int, pool: int) -> int:
         """Dispatch up to `count` idle clients of a site; return the number of dispatched clients.
 
-        The clients receive the current version of the site's model.
-        site: the clients for which one schedule decides, and the jobs of these clients.
-        count: the largest number of clients to dispatch.
-        pool: the number of the pool (group of clients) to draw from; -1 draws from all clients.
+        site: the clients of one schedule and their jobs. The clients receive the site's current
+        version.
+        pool: the pool of clients to draw from; -1 draws from all clients.
         """
         version, selector = site.version, self._selector
         if selector is None:
@@ -755,10 +751,8 @@ class Planner:
     ) -> set[int]:
         """Return the first `count` different clients that are idle and available.
 
-        Try the clients members[positions[0]], members[positions[1]], ... Return fewer than `count`
-        if the positions end before.
-        members: the clients from which to draw.
-        positions: indices into `members`; an index may be repeated.
+        Try the clients `members[position]` in the order of `positions`. Return fewer clients if the
+        positions end before.
         presence: the availability of the clients; None means that all are always available.
         """
         busy, now = self._busy, self.now
@@ -778,7 +772,6 @@ class Planner:
 
         The numbers depend on the run's seed and on all arguments.
         purpose: the name of the random stream.
-        cohort: the number of the cohort.
         count: about how many numbers the caller needs; it decides how they are drawn.
         """
         if count < EXTRA_DRAWS:
@@ -842,8 +835,7 @@ class Planner:
     def received(self) -> np.ndarray | None:
         """The base version of each client's last job, int32 [clients]; -1 before its first job.
 
-        None if the server always sends all parameters. The array is only needed if it sends
-        compressed changes between versions in place of the parameters.
+        None if the server sends all parameters and not compressed changes between versions.
         """
         return None if self._messages is None else self._messages.received
 

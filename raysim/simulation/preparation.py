@@ -1,8 +1,7 @@
 """Prepare a run before its first aggregation.
 
-Clients send the arrays from which methods make server state. Workers receive the data that does not
-change during the run. These are tensors that a method sends only once, and the positions of the
-samples for probes.
+Clients send the arrays from which methods make server state. Workers receive tensors that a method
+sends only once, and the rows of the samples for probes.
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker the tensors and sample rows that do not change during a run.
+    """Send every worker the tensors and sample rows that do not change during a run, if any.
 
     The tensors are those that a method sends to each client only once (`run.send`). The rows are
-    samples of the central test set on which probes score models (`evaluate.probe`). Do nothing in a
-    run without such tensors and probes.
+    the test samples for probes (`evaluate.probe`).
     """
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:

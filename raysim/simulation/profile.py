@@ -33,11 +33,11 @@ class WatchedRuntime:
             return self.runtime.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Call a method of a worker without waiting for it; return references to what it returns.
+        """Call a method of a worker without waiting; return references to what the method returns.
 
         method: the name of a method of `Worker`.
         args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns; each value has a reference.
+        returns: the number of values that the method returns.
         """
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"
@@ -52,9 +52,8 @@ class WatchedRuntime:
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
         """Wait until the value of a reference exists or is lost; return the reference's index.
 
-        The profile counts the waiting time under "waiting".
+        Return None after `seconds`. The profile counts the time under "waiting".
         refs: references to values. The first value that exists or is lost ends the wait.
-        seconds: the longest time to wait. If no value exists or is lost in this time, return None.
         """
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
@@ -76,9 +75,8 @@ class WatchedRuntime:
 class Profile:
     """The profile of a run: how long the coordinator and the workers take for each type of work.
 
-    runtime: the runtime that executes functions on the run's workers. The profile wraps it in a
-    `WatchedRuntime`, which measures every call, and stores the wrapper as the attribute `runtime`.
-    The run must use this attribute instead of the argument.
+    runtime: executes functions on the workers. The run must use the attribute `runtime` of the
+    profile instead, which measures every call.
     """
 
     def __init__(self, runtime: Runtime):
@@ -89,9 +87,9 @@ class Profile:
     def watch(self, server: object, evaluator: object, saver: object) -> None:
         """Measure from now on how long the server's sums, the evaluation and the saving take.
 
-        server: the server or the replicas; the time of the function `step` counts as "sums".
-        evaluator: the time of its functions `score` and `columns` counts as "evaluation".
-        saver: the time of its functions `save` and `finish` counts as "saving".
+        server: the server or the replicas; `step` counts as "sums".
+        evaluator: `score` and `columns` count as "evaluation".
+        saver: `save` and `finish` count as "saving".
         """
         for owner, name, kind in (
             (server, "step", "sums"),

@@ -55,11 +55,9 @@ class ReplicaMemory:
     ) -> set[int]:
         """Move idle replicas to disk until the replicas in memory fit the budget.
 
-        Return the numbers of the moved replicas. If too few replicas are idle, the replicas in
-        memory still exceed the budget.
+        Return the numbers of the moved replicas. Too few of them may be idle.
         changed: the replicas that have changed since the last call.
-        is_busy: function that returns True for a replica that must stay in memory, because a job in
-        flight started from it.
+        is_busy: returns True for a replica from which a job in flight started.
         """
         if self._budget == math.inf:
             return set()
@@ -144,7 +142,7 @@ class ReplicaMemory:
 def _is_movable(tensor: Tensor) -> bool:
     """Return True if a tensor can be moved to disk.
 
-    An empty tensor cannot be moved. A tensor that uses only a part of its allocated memory cannot
-    be moved either. An example is a method's cache, which has reserved space for further rows.
+    A tensor must not be empty, and must use all of its allocated memory. A method's cache with
+    space for further rows does not.
     """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

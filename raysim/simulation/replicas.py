@@ -96,10 +96,9 @@ class Replicas:
     def read(self, replica: int) -> Server:
         """Make room in memory for a replica's tensors, and return the replica's server.
 
-        Use this function directly before reading tensors of the server. If the replica is on disk,
-        its tensors are loaded into memory when they are read. For this, earlier loaded replicas are
-        removed from memory if necessary. Such replicas are loaded again when they are read again.
-        replica: the number of the replica.
+        Use this function directly before reading tensors of the server. Tensors of a replica on
+        disk are loaded when they are read. Replicas that were loaded earlier may be removed from
+        memory.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -117,9 +116,9 @@ class Replicas:
     ) -> None:
         """Let a method make server state before round 0; all replicas get the same state.
 
-        declared: what the method has declared.
-        parts: for each client, the arrays that it sent. A key is "method.name": the name of a
-        method and of an array. Only arrays of the method in `declared` are used.
+        declared: the method's declaration.
+        parts: for each client, the arrays that it sent, by "method.name". Arrays of other methods
+        are ignored.
         """
         first, *other_servers = self.servers
         first.assemble(declared, parts)
@@ -133,9 +132,8 @@ class Replicas:
     def publish(self, versions: Versions) -> None:
         """Store the version of every replica that changed since the last call.
 
-        If the replicas in memory exceed the memory budget, idle replicas are moved to disk. A
-        replica is idle if no job in flight started from its current version.
-        versions: the object that stores versions.
+        Replicas from whose version no job in flight started are moved to disk, if the replicas in
+        memory exceed the budget.
         """
         moved: set[int] = set()
         if not self.is_single:
@@ -156,9 +154,8 @@ class Replicas:
     def assign(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
         """Return the jobs of an aggregation, each with the replica that aggregates its update.
 
-        Clients may have moved to another replica since their jobs were dispatched. If clients
-        choose their replica by its loss, the update goes to the chosen replica, which serves the
-        client from now on. Otherwise it goes to the replica that serves the client now.
+        This is the replica that serves the client now. If clients choose their replica by the loss,
+        it is the replica that the client has chosen, which serves the client from now on.
 
         results: an update or a failure for each job.
         """
@@ -186,10 +183,9 @@ class Replicas:
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
         """Let the topology's cluster rule move clients to replicas that have no clients.
 
-        Before clients are moved to a replica, the replica becomes a copy of the replica that served
-        these clients so far. Return the replicas to which clients were moved. The result is empty
-        if the topology has no cluster rule.
-        by_replica: the updates of each replica, in the order in which they are aggregated.
+        Return the replicas to which clients were moved. Each of them first becomes a copy of the
+        clients' old replica. Return an empty set without a cluster rule.
+        by_replica: the updates of each replica, in the order of aggregation.
         """
         rule = self.network.clusters
         if rule is None:
@@ -231,12 +227,10 @@ class Replicas:
     def _check_move(self, target: int, clients: np.ndarray, view: ClusterView) -> None:
         """Raise ValueError if the cluster rule may not move these clients.
 
-        The target must be a replica without clients. At least one client must stay in the replica
-        that the clients leave.
+        The target must have no clients, and at least one client must stay in the old replica.
 
         target: the replica to which the clients move.
-        clients: the numbers of these clients.
-        view: what the rule knows about the replica that the clients leave.
+        view: what the rule knows about the old replica.
         """
         is_member = np.isin(clients, view.members)
         reason = ""
@@ -320,8 +314,8 @@ class Replicas:
     ) -> set[int]:
         """Let each replica that has jobs aggregate their updates; return the changed replicas.
 
-        have_exchanged: True if the replicas exchanged before this call, as a part of the same
-        aggregation. Their vectors then differ from the last published versions.
+        have_exchanged: True if the replicas exchanged before this call, in the same aggregation, so
+        that their vectors differ from the published versions.
         The other arguments are those of `step`.
         """
         staleness = aggregation.staleness
@@ -371,11 +365,10 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the weighted mean of vectors, and the maximum of integer buffers.
+        """Return the weighted mean of replicas' vectors, and the maximum of their integer buffers.
 
-        The vectors and the integer buffers are those of several replicas. The maximum is
-        elementwise: each value is the largest one that any of these replicas has at its position.
-        row: has the numbers of the replicas (`row.sources`) and the weight of each (`row.weights`).
+        The maximum is elementwise.
+        row: the numbers of the replicas (`row.sources`) and their weights (`row.weights`).
         """
         sources = [self.read(source) for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]
@@ -385,9 +378,8 @@ class Replicas:
     def _give_numbers(self) -> None:
         """Set new integers in `self.numbers` for the replicas that the last aggregation changed.
 
-        Changed replicas with the same vector get the same integer. If a method sends further
-        tensors with the vector, no two changed replicas get the same integer, because these tensors
-        may differ.
+        Changed replicas with the same vector get the same integer, unless a method sends further
+        tensors with the vector.
         """
         number_of: dict[int, int] = {}
         for replica in self._changed:
@@ -399,30 +391,28 @@ class Replicas:
 
     # --- the mean of the replicas -----------------------------------------------------------------
     def scored(self) -> tuple[Tensor, Tensor]:
-        """Return the model to score: the weighted mean of the replicas' vectors, [layout.shared].
+        """Return the model to score: the weighted mean of vectors, [layout.shared].
 
-        Also return the elementwise maximum of the replicas' integer buffers,
-        [layout.shared_counters]. The weights are those of the function `mean`. A method may declare
-        that a different vector is scored in place of a replica's vector, such as a mean of earlier
-        versions.
+        A replica's vector is replaced by the one that a method declares for scoring, such as a mean
+        of versions. The weights are those of `mean`. Also return the elementwise maximum of the
+        integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 
     def mean(self) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of all replicas' vectors, [layout.shared].
 
-        If clients move between replicas, the weight of a replica is the number of training samples
-        of its clients. Otherwise the topology gives each replica a fixed weight.
-        Also return the elementwise maximum of the replicas' integer buffers,
-        [layout.shared_counters].
+        Also return the elementwise maximum of the integer buffers, [layout.shared_counters].
+        If clients move between replicas, a replica's weight is the number of its clients' training
+        samples. Otherwise the topology gives fixed weights.
         """
         return self._mean_of([server.vector for server in self.servers])
 
     def _mean_weights(self) -> list[float]:
         """Return the weight of each replica in the mean of all replicas.
 
-        If clients move between replicas, the weight is the number of samples of the replica's
-        clients, divided by that of all clients. Otherwise the topology gives fixed weights.
+        If clients move between replicas, it is the share of all samples that the replica's clients
+        have. Otherwise the topology gives fixed weights.
         """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())
@@ -460,8 +450,8 @@ class Replicas:
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the replicas to their mean.
 
-        The result is sqrt(sum_r w_r |x_r - m|^2). Here x_r are the shared parameters (without
-        buffers) of replica r, w_r is its weight, and m = sum_r w_r x_r.
+        It is sqrt(sum_r w_r |x_r - m|^2). x_r are the shared parameters (without buffers) of
+        replica r, w_r is its weight, and m = sum_r w_r x_r.
         """
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]
@@ -486,13 +476,11 @@ class Replicas:
     def restore(
         self, version: int, numbers: Sequence[int], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint; the server of each replica must already be restored.
 
-        The caller must first restore the server of each replica.
-        version: how many aggregations the run had made before the checkpoint.
-        numbers: for each replica, the integer that identified its model when the checkpoint was
-        written (`self.numbers`).
-        arrays: what the method `arrays` returned when the checkpoint was written.
+        version: the number of aggregations before the checkpoint.
+        numbers: the attribute `numbers` in the checkpoint.
+        arrays: the result of the method `arrays` in the checkpoint.
         """
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)

@@ -37,12 +37,10 @@ class PendingRound:
 class RoundReports:
     """The object that adds scores to the rows of rounds and reports the rounds.
 
-    It also passes each scored model to `best_model`.
-
     evaluator: makes the columns from the scores.
-    calls: the object that makes the calls to workers; it waits until workers have returned scores.
-    history: gets the row of each reported round.
-    best_model: keeps the model of the best round (`Criterion`).
+    calls: waits until workers have returned the scores.
+    history: gets the rows.
+    best_model: gets each scored model, and keeps the model of the best round (`Criterion`).
     """
 
     def __init__(

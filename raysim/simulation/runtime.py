@@ -57,8 +57,8 @@ class Runtime(Protocol):
     def combine_from(self) -> float:
         """The smallest size of a model, in floats, for which nodes add up their workers' sums.
 
-        Each node then sends one total to the coordinator. With a smaller model, each worker sends
-        the sum of its updates. Infinity means that nodes never add up sums.
+        Each node then sends one total to the coordinator. Infinity means that each worker always
+        sends the sum of its updates.
         """
         ...
 
@@ -78,11 +78,11 @@ class Runtime(Protocol):
         ...
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Call a method of a worker without waiting for it; return references to what it returns.
+        """Call a method of a worker without waiting; return references to what the method returns.
 
         method: the name of a method of `Worker`.
         args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns; each value has a reference.
+        returns: the number of values that the method returns.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Schedules: when to dispatch, when to aggregate and what to discard, on virtual time.
 
-A schedule stores nothing. Its method `decide` returns an action that depends only on the given
-`View`. A run can therefore plan ahead, and a checkpoint need not contain the schedule's state.
+A schedule stores nothing: the action that `decide` returns depends only on the given `View`.
+Therefore a run can plan ahead.
 """
 
 from __future__ import annotations
@@ -101,9 +101,8 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 class Schedule(Protocol):
     """A rule that decides the next action.
 
-    At each instant with events, `decide` is called repeatedly, until it returns `Wait` or a
-    `Dispatch` that finds too few clients. The jobs of one client are aggregated in the order of
-    their dispatch.
+    At each instant with events, `decide` is called until it returns `Wait`, or a `Dispatch` finds
+    too few clients. A client's jobs are aggregated in the order of their dispatch.
     """
 
     @property
@@ -203,7 +202,6 @@ class Oversample(_Policy):
     """A schedule whose rounds dispatch more clients than are needed.
 
     A round ends when `cohort` updates have arrived; all other jobs of the round are discarded.
-    cohort: the largest number of updates in an aggregation.
     factor: the number of dispatched clients divided by `cohort` (1.3 in Bonawitz et al., MLSys
     2019).
     """
@@ -285,9 +283,8 @@ class Deadline(_Policy):
     def decide(self, view: View) -> Action:
         """Dispatch a round; at the time limit, aggregate the updates that have arrived.
 
-        Aggregate earlier if all jobs have ended. If no update has arrived at the time limit,
-        aggregate when the first one arrives. With late="discard", first discard the jobs that are
-        still in flight.
+        Aggregate earlier if all jobs have ended, and later if no update has arrived at the limit.
+        With late="discard", first discard the jobs in flight.
         """
         if not view.sent or not (view.running or view.arrived):
             if view.idle:
@@ -364,7 +361,7 @@ class Tiered(_Policy):
     """A schedule that divides clients into tiers by their speed; each tier has its own rounds.
 
     All tiers update one model (FedAT, Chai et al., SC 2021).
-    tiers: the number of tiers. A tier has clients with similar durations of one job.
+    tiers: the number of tiers.
     cohort: the number of clients in a round of a tier.
     max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
@@ -396,9 +393,8 @@ class Tiered(_Policy):
     def decide(self, view: View) -> Action:
         """Aggregate or dispatch for the first tier that can act; wait if no tier can.
 
-        A tier can act if it has no job in flight and is not in `view.short`. Tiers are in
-        `view.short` if a dispatch at this virtual time found too few clients. If updates of the
-        tier have arrived, aggregate them. Otherwise dispatch a cohort of the tier.
+        A tier can act if it has no job in flight and no dispatch at this virtual time found too few
+        clients (`view.short`). Aggregate its arrived updates; if there are none, dispatch a cohort.
         """
         for tier, running in enumerate(view.in_pool):
             if running or tier in view.short:
@@ -424,11 +420,10 @@ def _refill(view: View, concurrency: int) -> Action:
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
     """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
-    A schedule needs at least `concurrency` clients with samples. If each replica has a separate
-    schedule, each replica needs this number of clients, and pools are not allowed.
+    A schedule needs `concurrency` clients with samples. If each replica has a separate schedule,
+    each replica needs this number, and pools are not allowed.
 
     counts: int [clients], the number of training samples of each client.
-    network: the replicas of the run, and the clients that each of them serves.
     """
     if not network.own_schedules:
         check_concurrency(schedule, counts)
@@ -444,11 +439,10 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
-    """Raise ValueError if a schedule needs more clients in flight than the run can dispatch.
+    """Raise ValueError if a schedule needs more clients in flight than have samples.
 
-    Only clients with samples can be dispatched.
     counts: int [clients], the number of training samples of each client.
-    of: text that follows the word "clients" in the error, such as " of edge server 2".
+    of: text after the word "clients" in the error, such as " of edge server 2".
     """
     able = int(np.count_nonzero(counts))
     if schedule.concurrency <= able:

@@ -79,10 +79,9 @@ class ScoreColumns:
     def shared(self, parts: Sequence[np.ndarray], scoring: ScoredClients) -> Row:
         """Return the columns with the scores of the shared model.
 
-        parts: four arrays with the metric's value of each sample. The arrays are for four sets of
-        samples: test samples of clients, test samples of unseen clients, the central test set, and
-        validation samples of clients.
-        scoring: the scored clients; their scores are added to `scoring.client_scores`.
+        parts: the metric's value of each sample, in four arrays: test samples of clients, test
+        samples of unseen clients, the central test set, and validation samples of clients.
+        scoring: gets the clients' scores (`client_scores`).
         """
         tested, unseen, central, validated = parts
         suffix, name = "_shared" if self.personal else "", self.metric.name
@@ -169,14 +168,11 @@ class ScoreColumns:
         return row
 
     def _unseen_columns(self, suffix: str, values: np.ndarray, scoring: ScoredClients) -> Row:
-        """Return columns with the mean and the worst of the unseen clients' test scores.
+        """Return columns with the mean and the worst of the unseen clients' test scores, if any.
 
-        Return {} if no unseen client is scored.
         suffix: the end of the columns' names.
-        values: the metric's value for each test sample of the unseen clients, one client after
-        another.
-        scoring: has the unseen clients. The score of each unseen client is added to
-        `scoring.client_scores`.
+        values: the metric's value for each test sample, one client after another.
+        scoring: gets the score of each unseen client (`client_scores`).
         """
         if not len(scoring.unseen):
             return {}
@@ -187,9 +183,8 @@ class ScoreColumns:
     def _score_clients(
         self, name: str, values: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> np.ndarray:
-        """Return the score of each client; also add them to `scoring.client_scores[name]`.
+        """Return the score of each client, and append the scores to `scoring.client_scores[name]`.
 
-        name: the name of the column that has the mean of these scores.
         values: the metric's value for each test sample, one client after another.
         clients: the scored clients, in the same order.
         """
@@ -255,10 +250,9 @@ class ScoreColumns:
     def _worst_domain(self, values: np.ndarray) -> Row:
         """Return a column with the worst score over the domains of the central test set.
 
-        A domain is a group of samples, such as photos or sketches. Return {} if there is a single
-        domain, or no central test set.
+        Return {} if there is a single domain, or no central test set.
 
-        values: the metric's value for each sample of the central test set.
+        values: the metric's value for each sample of this set.
         """
         if not len(values):
             return {}

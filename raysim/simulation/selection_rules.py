@@ -1,7 +1,7 @@
 """Selection rules: by samples, in turns, by participation, by loss, and by a deadline.
 
-A rule may use what the planner knows about each client: jobs, durations and staleness. Some rules
-also use training results that clients report, such as losses.
+A rule knows the jobs, durations and staleness of each client. Some rules also use training results,
+such as losses.
 """
 
 from __future__ import annotations
@@ -162,11 +162,10 @@ class FedCS(Selection):
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
         """Return the positions of clients that meet the deadline, in the order of their uploads.
 
-        If no client meets the deadline, return the client that finishes first.
-        ready: for each client, the seconds from dispatch until the client has trained the model and
-        can upload its update.
+        If no client meets it, return the client that finishes first.
+        ready: for each client, the seconds from dispatch to the end of training.
         sending: for each client, the seconds of the upload.
-        count: the largest number of positions to return.
+        count: the largest number of positions.
         """
         is_left = np.ones(len(ready), bool)
         chosen: list[int] = []

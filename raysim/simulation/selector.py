@@ -69,10 +69,10 @@ class LossPass:
 class IdleMask:
     """A bool mask [clients]: True for each idle, available client that has samples.
 
-    presence: the availability of the clients; None means that all are always available.
-    eligible: the numbers of the clients that have samples.
-    busy: bool [clients], True for a busy client; the caller updates this array.
-    now: the current virtual time in seconds.
+    presence: None means that all clients are always available.
+    eligible: the clients that have samples.
+    busy: bool [clients]; the caller updates this array.
+    now: the virtual time in seconds.
     """
 
     def __init__(
@@ -172,8 +172,7 @@ class Selector:
         """Let the rule choose up to `count` clients; return them ascending.
 
         pool: the pool to choose from; -1 means all clients.
-        now: the current virtual time in seconds.
-        version: the current version.
+        now: the virtual time in seconds.
         decision: the number of earlier decisions, which decides the random numbers.
         Raises SelectionError if a chosen client cannot be dispatched.
         """
@@ -271,10 +270,10 @@ class Selector:
 
     # --- what a rule may ask for ------------------------------------------------------------------
     def _expected_seconds(self) -> Floats:
-        """Return the expected duration of each client's first job, float64 [clients].
+        """Return the expected virtual seconds of each client's first job, float64 [clients].
 
-        The durations are in virtual seconds and assume that no client drops out. They are used for
-        later jobs, too. For clients without samples the value has no meaning.
+        No drop-outs are assumed. The values are also used for later jobs. For clients without
+        samples they have no meaning.
         """
         if self._seconds is None:
             work = np.zeros(len(self._busy))
@@ -286,7 +285,7 @@ class Selector:
         return self._seconds
 
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
-        """Return the virtual seconds that each of these clients needs to send its first update.
+        """Return the virtual seconds that each client needs to send its first update.
 
         The result is float64 [len(clients)]. It is also used for later updates. It is 0 if the
         fleet does not tell how long sending takes.

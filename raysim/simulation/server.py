@@ -123,8 +123,8 @@ class Server:
     def set_clients(self, counts: np.ndarray, unseen: int) -> None:
         """Change the clients of this model.
 
-        counts: int64 [clients], the number of training samples of each client; 0 for clients that
-        never train this model.
+        counts: int64 [clients], the training samples of each client; 0 for a client that never
+        trains this model.
         unseen: the number of clients that never train this model: unseen clients, and clients of
         other replicas.
         """
@@ -221,10 +221,9 @@ class Server:
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
         """Return the tensors that methods now send to clients, by "method.name".
 
-        to: which tensors to return. "all": those that every client receives with each version.
-        "once": those that a client receives only with its first job. "client": those that only
-        `client` receives.
-        client: the number of a client; only with to="client".
+        to: "all" for tensors that every client receives with each version, "once" for those of a
+        client's first job, "client" for those of one client.
+        client: the number of this client; only with "client".
         """
         arrays: dict[str, np.ndarray] = {}
         for declared, send in self._sends.get(to, ()):
@@ -361,9 +360,9 @@ class Server:
     def _compress(self, direction: Tensor) -> Tensor:
         """Compress the change of the parameters; return it as clients decode it, [layout.trained].
 
-        Return `direction` unchanged if the run does not compress what the server sends. Also return
-        it unchanged if a value is not finite.
-        direction: [layout.trained], the change of the parameters from this version to the next.
+        Return `direction` unchanged if a value is not finite, or if the run does not compress what
+        the server sends.
+        direction: [layout.trained], the change to the next version.
         """
         # `_move` raises the error of a step that is not finite.
         if self._compression is None or not is_finite(direction):
@@ -407,7 +406,7 @@ class Server:
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
         """Add the step to the shared vector, and store the result as a new vector.
 
-        The old vector is not changed, because it may be read-only in an object store.
+        The old vector may be read-only in an object store, so it is not changed.
         direction: [layout.trained], the step of the parameters.
         buffers: the step of the float buffers.
         Raises AggregationError if the new vector is not finite.
@@ -455,8 +454,7 @@ class Server:
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
         """Return the step from the server's float buffers to the mean of the clients' buffers.
 
-        total: the weighted sum of the changes of the clients' buffers. It is changed in place.
-        aggregation: the updates that did not fail, with their weights.
+        total: the weighted sum of the changes of the clients' buffers; it is changed in place.
         """
         trained = self.layout.trained
         if len(total) == 0:

@@ -55,12 +55,11 @@ class SetScores:
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
 
     def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
-        """Return the tasks with which workers score all sets of samples.
+        """Return the tasks with which workers score all sets of samples that are not empty.
 
         The sets are the test samples of each client, the validation samples of each client, the
-        central test set, and the domains of the test samples. Sets without samples are left out.
-        client_tasks: for each scored client, the task that scores the client's test samples. The
-        result contains these tasks, too.
+        central test set, and the domains of the test samples.
+        client_tasks: for each scored client, the task for its test samples.
         """
         tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]
         if self.validation is not None:
@@ -80,10 +79,9 @@ class SetScores:
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
         """Return the tasks that score some samples, one task for each domain.
 
-        Domains are groups of samples, for example those with the same rotation. Return [] if there
-        is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
+        Return [] if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
 
-        prefix: the beginning of the tasks' names; the domain's name follows.
+        prefix: the text before the domain in a task's name.
         rows: the rows of the samples in the data set.
         """
         domains = self.domains[rows]
@@ -135,10 +133,9 @@ class SetScores:
     ) -> Row:
         """Return columns with each metric's mean and worst value over the clients.
 
-        Also store the clients' values: append them to the lists in `scoring.client_scores`.
+        Append the clients' values to the lists in `scoring.client_scores`.
         reports: the reports on the clients' test samples.
-        suffix: text after the metric in the columns' names: "" or "_unseen".
-        scoring: the scored clients and their scores so far.
+        suffix: text after the metric in a column's name: "" or "_unseen".
         """
         row: Row = {}
         for name, values in _by_metric(reports).items():

@@ -1,8 +1,7 @@
 """Keep arrays on disk instead of in memory, in unnamed files.
 
-A `SpillFile` stores the arrays of each client; `read` returns copies of them. A `MappedFile` stores
-arrays that the program then uses and changes like arrays in memory. The system loads their pages
-from the file when they are used.
+A `SpillFile` stores the arrays of each client; `read` returns copies. Programs use the arrays of a
+`MappedFile` like arrays in memory; the system loads them from the file page by page.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class _StoredArray:
 class SpillFile:
     """A file that contains a dictionary of arrays for each client.
 
-    New arrays of a client overwrite its old arrays, unless the new ones need more space. So
-    repeated writes of arrays of the same size do not make the file grow. The file is removed when
-    the process ends in any way.
+    A client's new arrays overwrite its old arrays, unless they need more space. The file is removed
+    when the process ends in any way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     """
@@ -170,8 +168,8 @@ class MappedFile:
 class _UnnamedFile:
     """A temporary file without a name, which disappears when it is closed.
 
-    folder: a folder on the disk to use; "" is the system's folder for temporary files.
-    what: the kind of the content, such as "client states", for errors.
+    folder: where the file is; "" is the system's folder for temporary files.
+    what: the content, such as "client states", for errors.
     """
 
     def __init__(self, folder: Path | str, what: str):
@@ -185,11 +183,10 @@ class _UnnamedFile:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
 
     def write(self, start: int, array: np.ndarray, total: int) -> None:
-        """Write an array into the file.
+        """Write an array into the file. Raises OSError, which names the folder.
 
-        start: the position in the file, in bytes, at which the array begins.
-        total: the size of the whole file in bytes, with this array. Only the error message uses it.
-        Raises OSError, which names the folder, if the file cannot be written.
+        start: the position of the array in the file, in bytes.
+        total: the bytes of the whole file with this array, for the error.
         """
         try:
             self._file.seek(start)

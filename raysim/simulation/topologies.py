@@ -311,9 +311,8 @@ class Gossip(Topology):
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
         """Return for each client i the weights w_ij of the exchange: x_i becomes sum_j w_ij x_j.
 
-        x_j is the replica of client j. A dictionary has w_ij by j, for the client's neighbours and
-        for the client itself.
-        neighbours: the neighbours of each client.
+        x_j is the replica of client j, which is a neighbour of client i, or client i itself. Row i
+        is a dictionary of w_ij by j.
         """
         rows: list[dict[int, float]] = []
         for client, own_neighbours in enumerate(neighbours):
@@ -465,9 +464,8 @@ def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
     """Divide clients among groups in turn; return the group of each client, int64 [clients].
 
-    order: the numbers of all clients. The first one goes to group 0, the second one to group 1, and
-    so on; after the last group, group 0 follows again.
-    groups: the number of groups.
+    order: the numbers of all clients. The first one goes to group 0, the next one to group 1, and
+    so on; group 0 follows the last group.
     """
     group_of = np.empty(len(order), np.int64)
     group_of[order] = np.arange(len(order)) % groups

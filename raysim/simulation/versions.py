@@ -15,9 +15,8 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by version number, in the runtime's object store.
 
-    The store has the base version of each job that has not ended. For each replica in memory, it
-    also has the replica's current version. A replica can also be on disk. Its current version is
-    then stored only while a job needs it.
+    The store has the base version of each job that has not ended, and the current version of each
+    replica in memory. The current version of a replica on disk is stored only while a job needs it.
     """
 
     def __init__(self, runtime: Runtime):
@@ -61,9 +60,8 @@ class Versions(Mapping[int, PublishedVersion]):
     def unload(self, version: int) -> None:
         """Record that a replica's current version is on disk and need not stay in memory.
 
-        The version is removed from the runtime's object store, unless a job needs it. If a later
-        job needs the version, it is read from disk.
-        version: the number of the version.
+        The version stays in the object store while a job needs it. It is read from disk again for a
+        later job.
         """
         self._on_disk.add(version)
         self._drop_unless_needed(version)
@@ -80,9 +78,8 @@ class Versions(Mapping[int, PublishedVersion]):
     def restore(self, published: Iterable[PublishedVersion]) -> None:
         """Store the base versions from a checkpoint.
 
-        After this method, the caller must call `hold` for each job that starts from one of these
-        versions.
-        published: the base versions of the jobs that had not ended when the checkpoint was written.
+        Afterwards the caller must call `hold` for each job that starts from one of these versions.
+        published: the base versions of all jobs in the checkpoint.
         """
         for version in published:
             self._store(version)
