@@ -161,7 +161,8 @@ def here(shell: str) -> str:
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
     """Type all commands of `COMMANDS` into a shell; return the arguments that raysim gets.
 
-    The result maps each command to the words after `raysim`; to an empty list without `raysim`.
+    The result maps each command to the words after `raysim`. A command without `raysim` has an
+    empty list.
 
     shell: "bash" or "zsh".
     folder: the shell's working folder.

@@ -112,7 +112,7 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
     In packages of `STRICT`, names with a single leading underscore are private. In other packages,
     only "_internal" and "_private" are private.
 
-    names: the dotted paths of imported names.
+    names: the dotted path of each imported name.
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:

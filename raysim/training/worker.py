@@ -126,7 +126,7 @@ class Worker(SeparateSums):
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
         """Store the rows for probes, and the tensors that clients receive only once in a run.
 
-        constants: the tensors that clients receive only once, by "method.name".
+        constants: these tensors, with keys "method.name".
         probed_rows: the rows of the central test set on which `evaluate.probe` scores local models.
         """
         self.receiver.store_constants(constants)

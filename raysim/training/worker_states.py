@@ -39,11 +39,10 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return a client's state at the end of the job with the number `job`.
+        """Return a client's state after the job number `job`, on this worker's torch device.
 
         job: -1 returns the client's initial state.
-        sent: the state, if the caller sends it. None means that this worker has the state.
-        The tensors of the result are on the worker's torch device.
+        sent: the state, if the caller sends it; None means that this worker has the state.
         """
         if job < 0:
             return self._initial_of(client)
@@ -75,8 +74,8 @@ class WorkerStates:
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor of a client state is stored.
 
-        Tensors of floats have the run's dtype, all other tensors their own. A tensor named
-        "...#float" is a method's Python float and stays float64.
+        Tensors of floats have the run's dtype, all other tensors their own. A name that ends in
+        "#float" marks a Python float, which stays float64.
         """
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

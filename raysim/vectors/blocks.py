@@ -44,9 +44,9 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def compile_function(function: F) -> F:
-    """Return a compiled version (numba) of a function of arrays and numbers.
+    """Compile a function of arrays and numbers with numba; return the compiled function.
 
-    The first call compiles, for about a second, and stores machine code on disk. Compiled code
+    The first call compiles, in about a second, and stores machine code on disk. Compiled code
     rounds a * b + c only once and runs without Python's global lock. `function` may not call
     functions of other modules.
     """

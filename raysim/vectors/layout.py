@@ -114,7 +114,7 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     """Return the layout of the networks' tensors, network after network.
 
     personal: the full names of the tensors that stay on the clients. Names of frozen parameters and
-    of unsaved buffers are ignored.
+    of buffers that are not saved are ignored.
     Raises ValueError for an unknown name.
     """
     stays = frozenset(personal) - _constant_names(networks)
@@ -319,7 +319,7 @@ class Vector:
 
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the tensors of this vector and of the modules inside `with`.
+        """Inside `with`, replace the tensors of this vector and of the modules.
 
         data, counters: the replacements of `self.data` and `self.counters`.
         tensors: the modules' tensors, in the order of `layout.entries` and then of

@@ -110,8 +110,8 @@ class LocalOptimizer:
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         """Change `params` in place by one optimizer step with the gradients `grads`.
 
-        rate: the learning rate. In a recorded step it is a scalar tensor, because it may change
-        between replays.
+        rate: the learning rate. In a recorded step it is a scalar tensor, because the rate may
+        change between replays.
         """
         settings = self.settings
         self.steps += 1
@@ -191,7 +191,7 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make one step of Adam; a tensor gives the number of steps.
+        """Make one step of Adam, with the number of steps as a tensor.
 
         counts: the number of steps including this one. It is a scalar, or [K] with a number for
         each row of parameters [K, ...].
@@ -216,12 +216,11 @@ class LocalOptimizer:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return, roughly, the matrix nearest to `matrix` with orthonormal rows or columns.
+    """Return approximately the nearest matrix with orthonormal rows or columns, in bfloat16.
 
-    The result is bfloat16, from five steps of the quintic Newton-Schulz iteration, as in
-    torch.optim.Muon.
+    The function makes five steps of the quintic Newton-Schulz iteration, as torch.optim.Muon does.
 
-    matrix: a matrix [n, m]. It is not changed.
+    matrix: the matrix [n, m] to which the result is near. It is not changed.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -422,7 +421,7 @@ class Optimizers:
         """Add an optimizer to the job, or replace the optimizer of the same name.
 
         shared: the parts of the run's vector that the optimizer changes and that clients share.
-        rate_factor: the stage's factor on the learning rate, times that from `local.rates`.
+        rate_factor: the stage's factor on the learning rate, times the factor from `local.rates`.
         """
         self._working[name] = _StageOptimizer(optimizer, shared, rate_factor)
 

@@ -118,7 +118,7 @@ def sum_in_tree(
 def weighted_sum(
     arrays: Sequence[np.ndarray], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 a_1 + w_2 a_2 + ... [d], added in a summation tree with these leaves.
+    """Return w_1 a_1 + w_2 a_2 + ... [d], added in a summation tree; term i is leaf i.
 
     arrays, weights: the vectors a_i [d], at least one, and the weights w_i.
     into: the tensor for the result, or None for a new one.
@@ -164,7 +164,7 @@ class _Plan:
 
     A buffer is a vector for an intermediate result. At the end, buffer 0 has the sum.
 
-    leaves: the leaves; None for a missing leaf.
+    leaves: None stands for a missing leaf.
     sums: known sums of subtrees, by the range of leaf positions.
     """
 

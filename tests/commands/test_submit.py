@@ -516,7 +516,7 @@ class Cluster:
     """A Ray cluster that requires a token, and a process whose commands use this cluster.
 
     url: the address of the head node, for `--address`.
-    env: environment variables of the head node and the process, which name the file with the token.
+    env: the head node's environment variables; they name the file with the token.
     process: runs the `raysim` commands.
     """
 

@@ -226,7 +226,7 @@ def failed_in_runs(method: Method) -> dict[str, str]:
     """Return the messages of the checks that a federated method fails, by check name.
 
     The check that the method can be pickled is left out: tests define classes inside functions, and
-    Python cannot pickle their objects.
+    Python cannot pickle objects of such classes.
     """
     messages = failed_checks(method, ROUNDS)
     messages.pop("a file can hold it", None)

@@ -55,7 +55,8 @@ class Waited(Observer):
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return an empty list, to which a test adds rounds after which a process is lost.
 
-    Each start of a run removes the first round from the list, and loses a process after this round.
+    Each start of a run removes the first round from the list. The run then loses a process after
+    this round.
     """
     whole, rounds = inprocess.run, list[int]()
 

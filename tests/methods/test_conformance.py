@@ -903,9 +903,9 @@ COVERING = covering(list(TABLE), COMPATIBLE)
 
 
 def lists_with_each_method(most: int = 8) -> list[list[str]]:
-    """Divide the methods of `TABLE` into lists of compatible methods; return their names.
+    """Return the names of all methods of `TABLE`, divided into lists of compatible methods.
 
-    Each method is in one list. No list has both methods with client state and methods without it.
+    No list has both methods with client state and methods without client state.
     most: the largest number of methods in a list.
     """
     lists: list[list[str]] = []

@@ -62,7 +62,8 @@ class Watch(Method):
 
     It must be the last method of the list.
     vectors: the initial model, then the model after each step.
-    steps: for each step, the updates [M, shared], the weights [M] and FedExP's step size.
+    steps: for each step, the updates [M, shared] and weights [M] of M clients, and FedExP's step
+    size.
     directions: the vector that each step adds to the model.
     """
 

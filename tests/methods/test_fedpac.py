@@ -109,8 +109,9 @@ def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
 def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
     """Return random variances V [clients] and features h [clients, 3, 5] for `quadratic`.
 
-    kind: the spread of h is small ("near"), medium ("plain"), large ("far") or very different, like
-    V ("mixed"). With "twins", pairs of clients have equal h, and some V are 0.
+    kind: "near", "plain" and "far" give h with a small, medium and large spread. "mixed" gives
+    spreads and variances of very different sizes. "twins" gives pairs of clients with equal h, and
+    some V are 0.
     """
     draw = np.random.default_rng(seed)
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]

@@ -69,8 +69,8 @@ class Watch(Method):
     """A method that stores the parameters at the start and at the end of each job.
 
     It must stand after PartialFed in the list of methods.
-    started: for each job, the number of earlier jobs, the shared parameters, `LocalJob.start`, and
-    BatchNorm's counters.
+    started: for each job, the number of the client's earlier jobs, the shared parameters,
+    `LocalJob.start`, and BatchNorm's counters.
     ended: the trained parameters, by client and number of earlier jobs.
     """
 

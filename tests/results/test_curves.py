@@ -96,7 +96,7 @@ def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
 ) -> None:
     """Traffic or virtual time becomes an x-axis if two runs differ clearly in this cost.
 
-    A difference of 0.1% in the same round is too small. Wall time never becomes an axis here,
+    A difference of 0.1% after the same round is too small. Wall time never becomes an axis here,
     because it depends on the machine.
     """
     each = [

@@ -57,10 +57,9 @@ ROWS: list[Row] = [
 
 
 def draw_panels(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
-    """Draw the timeline of a run; return its panels: clients, fleet and workers.
+    """Draw the timeline of a run; return the panels for clients, fleet and workers.
 
     A run with stale updates has a fourth panel, which shows the staleness.
-    jobs: the jobs to draw.
     rows: the rows of the history; None takes `ROWS`.
     """
     figure = Figure()

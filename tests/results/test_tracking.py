@@ -63,7 +63,7 @@ class Shelf:
 
     steps: the round numbers of the stored rows.
     down: True lets each call fail.
-    late: True stores the rows and then fails, as if the answer were lost.
+    late: True lets the server store the rows and then fail, as if the answer were lost.
     gate: the server answers only while this event is set.
     """
 
@@ -112,7 +112,7 @@ class Shelf:
 def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
     """Return a tracker that sends rows to the stand-in server.
 
-    folder: the tracker's folder, which is made.
+    folder: the tracker's folder, which this function makes.
     said: a list for the lines that the tracker prints.
     patience: how many seconds the tracker waits for the server at the end of the run.
     """

@@ -432,7 +432,7 @@ def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(second_cache: Path) -> Iterator[Call]:
     """Yield a function that runs code in the driver of a Ray cluster with two nodes.
 
-    The function has the arguments (function, *args, **options), and returns function(*args,
+    The yielded function has the arguments (function, *args, **options), and returns function(*args,
     **options). The driver is a separate process.
     """
     with pytest.MonkeyPatch.context() as patch:

@@ -326,8 +326,8 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 def test_one_query_for_many_markov_clients_equals_a_query_for_each_client() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
-    In each step of the Markov chain, one range of client numbers becomes available and one
-    unavailable. The test queries both ranges' ends.
+    In each step of the Markov chain, the clients of one range of numbers become available, and
+    those of another range unavailable. The test queries the ends of both ranges.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)

@@ -214,7 +214,8 @@ class OneByOne(ClusterRule):
     """A rule that moves clients of a cluster to another cluster in each aggregation.
 
     target: the number of the cluster that gets the clients.
-    many: False moves one client. True moves all clients; raysim refuses to empty a cluster.
+    many: False moves one client. True moves all clients; raysim refuses this, because a cluster
+    would be empty.
     """
 
     target: int = 1

@@ -95,8 +95,8 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 def test_schedule_receives_the_number_of_idle_clients() -> None:
     """A schedule receives the right number of idle clients.
 
-    The one of six clients without samples never counts as idle. Jobs in flight plus idle clients
-    are always 5, with 0, 3 and 4 jobs in flight.
+    One of six clients has no samples and never counts as idle. In each decision, jobs in flight
+    plus idle clients are 5. Decisions with 0, 3 and 4 jobs in flight occur.
     """
     seen = list[tuple[int, int]]()
 

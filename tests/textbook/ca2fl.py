@@ -1,8 +1,7 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
-Delta_i: the arriving update of client i. h_i: the client's last update in earlier aggregations, or
-0. h: the mean of all h_i. v: the calibrated update. eta: the server's learning rate. Buffers are
-averaged.
+Delta_i: the arriving update of client i. h_i: this client's last update in earlier aggregations, 0
+without one. h: the mean of all h_i. v: the calibrated update. eta: the server's learning rate.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Clusters:
 
 
 def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
-    """Run IFCA: clients train the model that has the smallest loss on their training samples.
+    """Run IFCA: each client trains the model with the smallest loss on the client's samples.
 
     The server averages each model over the clients that trained it.
     starts: for each cluster, the initial tensors of the cluster's model.

@@ -79,8 +79,8 @@ def batches(seed: int, own: Any, job: Job, has_batchnorm: bool) -> Iterator[Any]
     """Yield the positions of each batch's samples among the client's samples, for one job.
 
     own: the settings local.*.
-    has_batchnorm: True leaves out batches of one sample, except for the first batch of a pass and
-    for sampling with replacement.
+    has_batchnorm: True leaves out a batch of one sample, unless it is the first batch of a pass or
+    sampled with replacement.
     """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0

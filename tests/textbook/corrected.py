@@ -52,8 +52,8 @@ def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
 def _steps(world: World, count: int) -> float:
     """Return K', by which SCAFFOLD divides the change of the parameters after `count` steps.
 
-    Without momentum, K' is `count`. With momentum rho, a step that n - 1 further steps follow
-    counts as 1 + rho + ... + rho^(n - 1) steps.
+    Without momentum, K' is `count`. With momentum rho, a step with n - 1 later steps counts as 1 +
+    rho + ... + rho^(n - 1) steps.
     """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))

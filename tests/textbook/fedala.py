@@ -1,7 +1,7 @@
 """FedALA: Zhang et al. 2023, Algorithm 1, for the head or for the whole model.
 
-x: the received parameters. y': the client's last trained parameters. W: learned weights from 0 to
-1, one per parameter. A job starts from y' + (x - y') W.
+x: the received parameters. y': the parameters that the client trained last. W: learned weights from
+0 to 1, one per parameter. A job starts from y' + (x - y') W.
 """
 
 from __future__ import annotations

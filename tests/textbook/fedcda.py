@@ -31,7 +31,7 @@ from textbook.world import Book, Params, World
 class History:
     """All models that a client has sent, oldest first.
 
-    losses: for each model, the mean batch loss in the last epoch of its job.
+    losses: for each model, the mean batch loss in the last epoch of training.
     rounds: for each model, the number of aggregations before the model arrived.
     selected: the position of the model that is averaged into the shared model.
     """
@@ -137,8 +137,8 @@ def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Ten
     """Return FedCDA's server state: the cached models of all clients, with their losses.
 
     seen: the sent models by client.
-    "fedcda.models" is [clients, memory, d]. A client's model k = 0, 1, ... has the index k mod
-    `memory`.
+    "fedcda.models" is [clients, memory, d]. A client's model k = 0, 1, ... is at k mod `memory` in
+    the second dimension.
     """
     order = list(trainable(world.start))
     order += [

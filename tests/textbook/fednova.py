@@ -16,8 +16,9 @@ from textbook.world import Book, Params, World
 def fednova(world: World, mu: float = 0.0) -> Book:
     """In each round, add (sum_j p_j a_j) sum_i p_i D_i / a_i to the model.
 
-    D_i: the update of client i. p_i: its normalised weight. a_i: its effective number of steps.
-    mu: the weight of a proximal term in the local loss; it must be 0 if clients use momentum.
+    D_i: the update of client i. p_i: the client's normalised weight. a_i: the client's effective
+    number of steps.
+    mu: the weight of a proximal term in the local loss; 0 with momentum.
     """
     rho = world.local.momentum
     assert not (mu and rho), "the paper has a closed form for one of them"

@@ -19,7 +19,7 @@ from textbook.world import Book, World
 class ServerMomentum:
     """Server momentum: u <- beta u + D, and x <- x + eta u.
 
-    x: the server's parameters. D: the mean update. u: the momentum, first 0.
+    x: the server's parameters. D: the mean update. u: the momentum, which starts at 0.
     lr, momentum: eta and beta.
     nesterov: True uses x <- x + eta (D + beta u).
     """

@@ -23,8 +23,8 @@ from textbook.world import Book, Job, Params, World
 def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book:
     """Run FedProto: train on cross-entropy plus lam times the distance to prototypes.
 
-    The distance is the mean square of features minus the prototype of their class. A prototype is
-    the mean of the participants' class means, weighted by samples.
+    The distance is the mean squared difference between features and their class's prototype. A
+    prototype is the mean of the participants' class means, weighted by samples.
     by_prototype: True classifies by the nearest prototype, False with the client's head.
     """
     models = {client: dict(world.start) for client in range(world.clients)}

@@ -33,9 +33,8 @@ REFERENCE = "fedsr.reference"
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
     """Return the outputs of the linear layer that FedSR adds to the extractor.
 
-    Without noise (FedL2R), they are the representations z [B, Z]. With noise they are [B, 2 Z]: the
-    means of z, then numbers whose softplus is the standard deviation of z.
-    training: True uses the batch's statistics in BatchNorm.
+    Without noise (FedL2R), the outputs are the representations z [B, Z]. With noise they are [B, 2
+    Z]: the means of z, then numbers whose softplus is the standard deviation of z.
     """
     first = "model.extractor.0."
     inner = {

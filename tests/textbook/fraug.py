@@ -90,8 +90,9 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     """Return FRAug's distance D between two sets of embeddings, given as rows.
 
-    metric: "mse" compares the rows, and "mmd_moments" the means and the covariance matrices, by
-    mean squares. Any other text is the squared MMD with five Gaussian kernels.
+    metric: "mse" is the mean squared difference of a and b; "mmd_moments" is that of their means
+    plus that of their covariance matrices. Any other text is the squared MMD with five Gaussian
+    kernels.
     """
     if metric == "mse":
         return (a - b).square().mean()

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2022) on the network of `textbook.plain`, and rules for its factors.
+"""LoRA (Hu et al. 2022) on the network of `textbook.plain`, and rules for the factors.
 
 W0, b: the hidden layer's frozen weight and bias. A [r, inputs], B [outputs, r]: the factors of rank
 r. s: the scaling of B A. P: the product B A at the server. p_i: a client's normalised weight.
@@ -52,7 +52,7 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 
 
 def factor_mean(world: World, scaling: float) -> Book:
-    """Compute a run of FedIT (Zhang et al. 2024) or FFA-LoRA; the server averages tensors.
+    """Compute a run of FedIT (Zhang et al. 2024) or FFA-LoRA, which average all trained tensors.
 
     `world.start` has the trained tensors: B, and for FedIT also A. `world.drawn` has the frozen
     tensors.

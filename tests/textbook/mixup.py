@@ -1,7 +1,7 @@
 """Mixup (Zhang et al. 2018) within each batch of a client, as in Appendix A of FedBR.
 
-A sample x becomes lam x + (1 - lam) x'. Each batch draws one number lam and one permutation, which
-chooses the partner x' of each sample.
+A sample x becomes lam x + (1 - lam) x'. For each batch, one number lam is drawn, and one
+permutation, which chooses the partners x'.
 """
 
 from __future__ import annotations

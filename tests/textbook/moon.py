@@ -1,8 +1,8 @@
 """MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1.
 
-The contrastive loss l_con of eq. (3) compares features with those of the received model and of the
-client's earlier models, in eval mode. In a client's first job, l_con is 0. A projection, if any, is
-part of the extractor.
+The contrastive loss l_con of eq. (3) compares the features of the trained model with those of the
+received model and of the client's earlier models. In a client's first job, l_con is 0. A
+projection, if any, is part of the extractor.
 """
 
 from __future__ import annotations

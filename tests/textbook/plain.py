@@ -86,7 +86,7 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 
 
 class Sgd:
-    """SGD with momentum, weight decay and gradient clipping by hand, otherwise as in PyTorch.
+    """SGD with momentum and weight decay as in PyTorch, and with gradient clipping, by hand.
 
     clip: the largest norm of all gradients as one vector. Larger gradients are scaled to this norm
     before weight decay is added. 0 scales none.

@@ -31,7 +31,7 @@ def logged_run(
     """Run `rounds` rounds with the selection `rule`; return the run and two lists of losses.
 
     Both lists have losses by client for each aggregation: the reported ones, and those of all
-    clients at the version before, computed here.
+    clients at the version before the aggregation, computed here.
     """
     spec = run_spec(data=tiny_data(clients=14, samples=300), seed=SEED, selection=rule)
     coordinator = coordinate(spec, Synchronous(COHORT), Lognormal(), rounds=rounds)

@@ -207,7 +207,7 @@ def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
 
     words: the arguments of `raysim`.
     folder: the working directory of the run.
-    mark: the environment variable `MARK`, by which the run's processes are found.
+    mark: the value of the environment variable `MARK`, by which the run's processes are found.
     """
     run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark))
     run.start()
@@ -321,7 +321,7 @@ def leftover(mark: str) -> list[str]:
     """Return the command lines of the processes that a case leaves running after its runs.
 
     The function waits up to a minute for the processes to end.
-    mark: the environment variable `MARK` in all processes of the case.
+    mark: the value of the environment variable `MARK` in all processes of the case.
     """
     for _ in range(60):
         if not (found := [command_line_of(pid) for pid in _marked(mark)]):

@@ -291,8 +291,8 @@ NODES = st.recursive(
 def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
-    They are the keys of a run with three methods, without those of tracking, the names of all
-    groups, and four wrong keys.
+    They are the keys of a run with three methods, except for those of tracking. The names of all
+    groups and four wrong keys are added.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
@@ -443,7 +443,7 @@ def damage(data: Any, path: Path) -> None:
 
 @cache
 def prepared(kind: str) -> Path:
-    """Return a folder with undamaged files, for copies that cases damage.
+    """Return a folder with undamaged files. A case damages a copy of this folder.
 
     kind: "parquet", "strips", "pictures", "idx", "numpy", "leaf", "trace", "fedscale" or "options".
     For another text, the folder has a finished run in `out` and cached data in `cache`.

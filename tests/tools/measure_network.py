@@ -131,7 +131,7 @@ def measure(
 def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
     """Return the mean bytes per round that a node received and sent, by the history.
 
-    A node without a worker has no columns in the history, and 0 bytes.
+    The history has no columns for a node without a worker; the result is then (0, 0).
     rows: the rows of the history, one for each round.
     """
     received = statistics.fmean(row.get(f"node_{node}_in_bytes", 0) for row in rows)

@@ -379,8 +379,8 @@ def warm() -> None:
 def child(copy: Path, asked: Asked) -> NoReturn:
     """Run tests in this process, write the result to a file, and end this process.
 
-    copy: the copy of the working tree, with the mutant, if any, from which the tests import raysim.
-    The result is written to `.answer` in this folder.
+    copy: a copy of the working tree, from which the tests import raysim. It contains the mutant, if
+    one is tested. The file `.answer` in it gets the result.
     """
     code = 70
     try:

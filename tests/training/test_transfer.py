@@ -50,9 +50,9 @@ class CallCounter(TorchFunctionMode):
 
 
 def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str], Any]:
-    """Train four clients in one worker; return the calls and the worker's result.
+    """Train four clients in one worker; return the counted calls and the worker's result.
 
-    The calls are the counts of `CallCounter`.
+    `CallCounter` counts the calls.
     is_summed: True lets the worker return sums of two updates, False single updates.
     """
     spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))
