@@ -1,13 +1,11 @@
 """Compare schedules and asynchronous algorithms on a fleet with a few very slow devices.
 
-Make the page docs/studies/asynchrony.md:
-
     python jobs/asynchrony_study.py run runs/asynchrony
     python jobs/asynchrony_study.py collect runs/asynchrony
     python jobs/asynchrony_study.py page
 
-`run` executes the 48 runs that are not finished. Further arguments are overrides of every run, such
-as `data.root=DIR`. `collect` writes docs/studies/asynchrony.json.
+`run` executes 48 runs; further arguments are overrides of every run. `collect` writes the numbers,
+and `page` the page docs/studies/asynchrony.md.
 """
 
 from __future__ import annotations
@@ -88,8 +86,8 @@ def words(algorithm: str, local: str, seed: int) -> list[str]:
 def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
     """Execute the unfinished runs of the study of schedules and asynchronous algorithms.
 
-    The runs of one seed come before the runs of the next seed.
-    folder: the folder that contains the folders of all runs.
+    All runs of one seed come before the runs of the next seed.
+    folder: contains a folder for each run.
     more: overrides for every run.
     """
     import raysim
@@ -163,8 +161,7 @@ def collect(folder: Path) -> None:
 def mean(values: Sequence[float | None], form: str) -> str:
     """Return the mean and the standard deviation of the values as text; "never" without values.
 
-    values: one value per run; None if the run has none. The text tells if only some runs have a
-    value.
+    values: one value per run, or None. If some are None, the text says how many are not.
     form: the format of both numbers, such as "{:.1f}".
     """
     reached = [value for value in values if value is not None]
@@ -271,9 +268,9 @@ python jobs/asynchrony_study.py page
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw the accuracy of each server algorithm against virtual time.
 
-    Each client method has a panel. A line shows the mean accuracy over the seeds, with a band from
-    the lowest to the highest accuracy.
-    store: the numbers of the runs, by client method, server algorithm and seed.
+    There is a panel for each client method. Lines show means over the seeds, with bands from the
+    lowest to the highest accuracy.
+    store: the runs' numbers, by client method, server algorithm and seed.
     """
     with curves_figure(path, len(store), height=5.6, lowest=0.5) as axes:
         for ax, (local, runs) in zip(axes, store.items(), strict=True):

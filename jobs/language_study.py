@@ -138,9 +138,8 @@ def tried_rates(folder: Path, method: str) -> dict[float, float]:
 def best_rate(folder: Path, method: str) -> float | None:
     """Return the learning rate at which a method has the lowest perplexity on the first seed.
 
-    Return None if `RATES` lacks the method, because its learning rate is fixed. Raise ValueError if
-    a run with one of the rates in `RATES[method]` is missing.
-    folder: the folder of all runs.
+    Return None if `RATES` lacks the method: its learning rate is fixed. Raise ValueError if the run
+    at a rate in `RATES[method]` is missing.
     """
     if method not in RATES:
         return None
@@ -157,9 +156,8 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
     """Train the base model centrally, then execute the missing runs, one seed after another.
 
     Each run starts from the base model.
-    folder: the folder of all runs.
-    more: overrides for every run, such as "local.steps=25". With "only=DiLoCo,FedIT", only runs of
-    these methods and of `UNCHANGED` are executed.
+    more: overrides for every run. With "only=DiLoCo,FedIT", only runs of these methods and of
+    `UNCHANGED` are executed.
     """
     import raysim
 
@@ -236,8 +234,7 @@ def collect(folder: Path) -> None:
     """Write the numbers of the finished runs to docs/studies/language.json.
 
     A seed with an unfinished run is left out. A method without runs in `folder` keeps its stored
-    numbers. Raise ValueError if runs of the stored numbers started from another base model than the
-    runs in `folder`.
+    numbers. Raise ValueError if the stored runs had another base model than those in `folder`.
     """
     present = [method for method in METHODS if [*folder.glob(f"{folder_name(method)}-*")]]
     stored = json.loads(STORE.read_text()) if STORE.exists() else {}
@@ -295,9 +292,8 @@ def table(store: dict[str, Any]) -> str:
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw one panel with perplexity against virtual time, and one with perplexity against traffic.
 
-    A line shows a method's mean perplexity over the seeds, with a band from the lowest to the
-    highest perplexity.
-    store: the numbers of the runs, by method and seed.
+    Lines show means over the seeds, with bands from the lowest to the highest perplexity.
+    store: the runs' numbers, by method and seed.
     """
     titles = ("virtual seconds", "MB, down and up")
     with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:

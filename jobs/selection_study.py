@@ -64,8 +64,8 @@ def folder_of(folder: Path, rule: str, seed: int) -> Path:
 def run_all(folder: Path, more: Sequence[str]) -> None:
     """Execute the unfinished runs of the study that compares selection rules.
 
-    The runs of one seed come before the runs of the next seed.
-    folder: the folder that contains the folders of all runs.
+    All runs of one seed come before the runs of the next seed.
+    folder: contains a folder for each run.
     more: overrides for every run.
     """
     import raysim
@@ -165,9 +165,9 @@ def table(store: dict[str, Any]) -> str:
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw the accuracy on the central test set against virtual time, traffic and energy.
 
-    For each selection rule, a line shows the mean accuracy over the seeds. A band goes from the
-    lowest to the highest accuracy.
-    store: the results of the runs, by selection rule and seed, as in selection.json.
+    For each selection rule, a line shows the mean over the seeds, and a band the range from lowest
+    to highest.
+    store: the runs' results, by selection rule and seed, as in selection.json.
     """
     titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
     with curves_figure(path, len(COSTS), height=5, lowest=0.6) as axes:

@@ -85,8 +85,8 @@ def folder_of(folder: Path, data: str, topology: str, seed: int) -> Path:
 def run_all(folder: Path, more: Sequence[str]) -> None:
     """Execute the unfinished runs of the study that compares topologies.
 
-    The runs of one seed come before the runs of the next seed.
-    folder: the folder that contains the folders of all runs.
+    All runs of one seed come before the runs of the next seed.
+    folder: contains a folder for each run.
     more: overrides for every run.
     """
     import raysim

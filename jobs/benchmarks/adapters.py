@@ -88,7 +88,7 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 def measure_steps(blocks: int, jobs: int) -> None:
     """Print the CPU time of a job for each number format of the frozen weights.
 
-    A printed line has the time in a plain loop, the time in raysim, and the ratio of the two times.
+    Each line compares a plain loop with raysim, as two times and their ratio.
     blocks: the number of pairs of measurements.
     jobs: the number of jobs in each measurement.
     """
@@ -160,8 +160,8 @@ def peak_bytes(overrides: list[str]) -> int:
 def measure_memory() -> None:
     """Print the peak memory of the Ray actors, for each number format of the frozen weights.
 
-    The peak is the highest sum over coordinator and workers at one time. The runs have 1 worker
-    with 4 clients, 2 workers with 4 clients, and 2 workers with 64 clients.
+    The peak is that of the sum over coordinator and workers. Three runs differ in the numbers of
+    workers and clients: 1 and 4, 2 and 4, 2 and 64.
     """
     size_mib = FROZEN_BYTES / 2**20
     print(
@@ -190,8 +190,8 @@ def measure_memory() -> None:
 def main() -> None:
     """Measure what adapters cost, for each number format of the frozen weights.
 
-    With the argument `steps`, print the CPU seconds of a job in raysim and in a plain PyTorch loop.
-    With `memory`, print the memory of coordinator and workers.
+    `steps` prints the CPU seconds of a job in raysim and in a plain PyTorch loop. `memory` prints
+    the memory of coordinator and workers.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)

@@ -151,7 +151,7 @@ class CountingRuntime:
         """Let a node add up sums of updates; count the call; return a reference to the total.
 
         parts: for each sum, the positions of its updates in the order of aggregation.
-        refs: references to the sums, in the same order.
+        refs: references to the sums.
         """
         self.counts["calls"] += 1
         ref = self._inner.add_up(node, parts, refs)
@@ -222,8 +222,8 @@ class RoundCost:
 class Stopwatch:
     """A stopwatch that adds up the wall seconds of each phase of a round, such as "dispatch".
 
-    Call `watch` once for each Python method to time. The dictionary `seconds` maps a phase to the
-    total wall seconds of its methods.
+    Call `watch` for each Python method to time. `seconds` maps a phase to the total wall seconds of
+    its methods.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,8 @@ def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
     """Print by how much each compressor increases the CPU time of a round of a workload.
 
-    name: the name of the workload, "W1" or "W3".
-    blocks: the number of pairs of runs for each compressor, without and with it.
+    name: the workload, "W1" or "W3".
+    blocks: the number of pairs of runs, without and with a compressor.
     rounds: the number of measured rounds of each run.
     """
     workload = WORKLOADS[name]

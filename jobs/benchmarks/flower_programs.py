@@ -1,8 +1,8 @@
 """Compare the accuracy and time of Flower's own programs on raysim and on Flower's engine.
 
-The programs are unchanged examples and baselines of Flower's repository. An app runs with `raysim
-flower run` and Flower's `run_simulation`. An older program calls Flower's `start_simulation`. For a
-run on raysim, this module replaces that function by `raysim.flower.start_simulation`.
+The programs are unchanged examples and baselines of Flower's repository. Programs that are not apps
+call Flower's `start_simulation`; for raysim, this module replaces it by
+`raysim.flower.start_simulation`.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ PROGRAMS = {
 class Measured:
     """The result of one run of a program.
 
-    accuracy: the mean accuracy over the last `LAST_ROUNDS` rounds, between 0 and 1.
+    accuracy: the mean over the last `LAST_ROUNDS` rounds, between 0 and 1.
     seconds: the wall time, including the start of processes.
-    cpu_seconds: the user and system time of all processes, including Ray's processes.
+    cpu_seconds: the user and system time of all processes, also of Ray's.
     """
 
     accuracy: float
@@ -212,7 +212,7 @@ def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict
 
     folder: the app's folder.
     engine: the path of the Python interpreter that has Flower's engine.
-    seed: the seed of the run on raysim. Flower's engine receives no seed.
+    seed: the seed on raysim; Flower's engine receives none.
     """
     ours = ["raysim", "flower", "run", str(folder), f"clients={program.clients}", f"seed={seed}"]
     ours += ["runtime=local", f"runtime.workers={PROCESSES}"]
@@ -232,9 +232,9 @@ def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict
 def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[str]]:
     """Return the commands that run an older program on "raysim" and on "flower", Flower's engine.
 
-    An older program is not a Flower app: it calls Flower's function `start_simulation`.
+    An older program is not an app, but calls Flower's `start_simulation`.
     engine: the path of the Python interpreter that has Flower's engine.
-    seed: the seed on raysim. It also replaces {seed} in the program's arguments.
+    seed: the seed on raysim; replaces {seed} in the program's arguments.
     """
     words = [str(PROCESSES), program.module]
     words += [word.format(seed=seed) for word in program.settings]
@@ -245,9 +245,8 @@ def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[s
 def read_accuracy(log: str) -> float:
     """Return the mean accuracy over the last `LAST_ROUNDS` rounds in a program's log.
 
-    An app logs {'accuracy': VALUE}, or else {'eval_acc': VALUE}, in each round. An older program
-    logs Flower's `History`, with 'accuracy': [(ROUND, VALUE), ...].
-    Raise RefusedError if the log has no accuracy.
+    An app logs {'accuracy': VALUE} or {'eval_acc': VALUE} in each round. An older program logs
+    'accuracy': [(ROUND, VALUE), ...]. Raise RefusedError without such values.
     """
     values = re.findall(r"'accuracy': ([-+.\de]+)", log)
     values = values or re.findall(r"'eval_acc': ([-+.\de]+)", log)
@@ -363,9 +362,9 @@ def wait_for_children() -> None:
 def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measured:
     """Execute the command of a Flower program; return the program's accuracy and time.
 
-    folder: the folder that has the program's Python modules.
-    work: the working directory of the command, in which the program looks for its data sets.
-    Raise RefusedError if the program fails or logs no accuracy, and if the system is not Linux.
+    folder: has the program's Python modules.
+    work: the working directory, in which the program looks for its data sets.
+    Raise RefusedError if the program fails or logs no accuracy, or if the system is not Linux.
     """
     environment = {
         **os.environ,
@@ -444,10 +443,10 @@ def compare_program(
 def programs_table(results: dict[str, dict[str, list[Measured]]]) -> str:
     """Return a table with a row for each program.
 
-    A row has the mean, lowest and highest accuracy over the seeds, for raysim and for Flower's
-    engine. The last columns are median ratios: the wall time and the CPU time of raysim, divided by
-    that of the engine.
-    results: the results of each program, on "raysim" and on "flower".
+    A row has the mean, lowest and highest accuracy over the seeds on raysim and on Flower's engine.
+    The last columns are raysim's wall time and CPU time divided by the engine's, medians over the
+    seeds.
+    results: by program, then "raysim" or "flower".
     """
     rows = []
     for name, sides in results.items():

@@ -219,8 +219,8 @@ def compare(
 def table(results: dict[str, dict[str, list[float]]]) -> str:
     """Return a table with a row for each workload and simulator.
 
-    A row has the simulator's median seconds per round, and ratios: raysim's seconds divided by the
-    simulator's seconds.
+    A row has the simulator's median seconds per round, and raysim's seconds divided by the
+    simulator's.
     results: the seconds per round of each repetition, by workload and simulator.
     """
     rows = []

@@ -75,10 +75,10 @@ OORT = "oort"  # this selection, with reports of all updates, on a log-normal fl
 class Rate:
     """The speed of the planner for a schedule and a fleet.
 
-    fleet: the name of the fleet; "oort" means the selection Oort on a log-normal fleet.
-    start: CPU seconds to the first aggregation; for "oort" to the second aggregation.
+    fleet: a name; "oort" means the selection Oort on a log-normal fleet.
+    start: CPU seconds to the first aggregation; for "oort", to the second one.
     events: dispatched and finished jobs per CPU second.
-    memory: bytes by which the planner made the process larger.
+    memory: bytes by which the process grew.
     """
 
     schedule: str

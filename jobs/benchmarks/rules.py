@@ -2,8 +2,8 @@
 
     uv run python -m jobs.benchmarks.rules
 
-The result is the median ratio of times, measured in turns in one process. FedAvg itself and FedLD's
-rule are compared with a plain PyTorch loop over the updates.
+The result is the median ratio of times, measured in turns. FedAvg and FedLD's rule are compared
+with a plain PyTorch loop over the updates.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def seconds_per_loop(updates: Sequence[Update]) -> float:
 def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """Return the median wall seconds in which the server aggregates `updates` with a rule.
 
-    The first aggregation is not measured, because the server makes its state in it.
+    The first aggregation, which makes the server state, is not measured.
     updates: the updates of each aggregation, which the server gets one by one.
-    methods: the methods that make up the rule; none for FedAvg.
+    methods: the methods of the rule; none for FedAvg.
     """
     counts = np.full(COHORT, 100)
     task = Task((3, 32, 32), 10, COHORT)

@@ -74,7 +74,7 @@ class AggregationCost:
     floats: the number of floats in each received array.
     arrays: the number of received sums and updates.
     seconds, cpu: wall and CPU seconds of the coordinator's process.
-    memory: the process's peak resident memory so far, in bytes.
+    memory: the process's peak memory so far, in bytes.
     """
 
     case: Case
@@ -125,8 +125,7 @@ class ReadyWorker(SeparateSums):
         """Return an update for each job and a sum for each group, without training.
 
         All vectors are filled with 1e-9. The update of a job in a group has no vector.
-        groups: each has the numbers of the jobs whose updates are summed.
-        versions, published: not used.
+        groups: the numbers of the jobs in each group.
         """
         summed = {number for group in groups for number in group}
         updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
@@ -167,9 +166,9 @@ class SlowWorker(ReadyWorker):
 class ManyWorkers:
     """A runtime that shows the coordinator many workers but has only a few real workers.
 
-    workers_inside: the runtime of the real workers. A real worker does the work of several shown
-    workers.
-    workers: the number of workers that the coordinator sees.
+    Each real worker does the work of several shown workers.
+    workers_inside: the runtime of the real workers.
+    workers: the number of shown workers.
     """
 
     combine_from, is_in_process = math.inf, False

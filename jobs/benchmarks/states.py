@@ -58,8 +58,8 @@ BUDGET = 1.0  # GiB, for the run of `--clients`
 class CheckpointCost:
     """The median cost of a checkpoint.
 
-    what: a text about the content of the checkpoint.
-    seconds, cpu: wall and CPU seconds to write the checkpoint.
+    what: a text about its content.
+    seconds, cpu: wall and CPU seconds of writing.
     states: bytes of the client states that changed since the last checkpoint.
     round_seconds: wall seconds of a round between two checkpoints; None without training.
     """
@@ -75,10 +75,10 @@ class CheckpointCost:
 class StateRunCost:
     """The cost of a run whose clients have states.
 
-    budget: the largest size of the client states in memory, in GiB; None for no limit.
+    budget: the limit of client states in memory, in GiB; None for no limit.
     seen: the number of clients that took part.
     seconds, cpu: wall and CPU seconds of a round.
-    memory: peak memory of the process, in bytes.
+    memory: peak bytes of the process.
     spilled: bytes of client states on disk.
     """
 
@@ -133,10 +133,10 @@ def _pairs(
 
 
 def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
-    """Write checkpoints of a run in which every client has a state; return their median cost.
+    """Return the median cost of a checkpoint in a run in which every client has a state.
 
-    A client state has the size of the model of the workload W2 of `raysim bench`.
-    count: the number of clients whose states change before each checkpoint.
+    A state has the size of the model of the workload W2 of `raysim bench`.
+    count: the number of states that change before each checkpoint.
     blocks: the number of measured checkpoints.
     """
     state: Arrays = {
@@ -164,9 +164,8 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
     """Return a run of SCAFFOLD with the model of the workload W2 of `raysim bench`.
 
-    Each client has 60 of 60,000 samples. With more than 1,000 clients, several clients have the
-    same samples.
-    budget: the largest size of the client states in memory, in GiB; None for no limit.
+    Each client has 60 of 60,000 samples; more than 1,000 clients share samples.
+    budget: the limit of client states in memory, in GiB; None for no limit.
     """
     work = WORKLOADS["W2"]
     few = federate(Synthetic(shape=[1, 28, 28], samples=60_000, test_samples=10), IID(clients=2), 0)
@@ -204,7 +203,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
     """Train `stateful_run` in a new process, so that the peak of memory is that of the run.
 
-    budget: the largest size of the client states in memory, in GiB; None for no limit.
+    budget: the limit of client states in memory, in GiB; None for no limit.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_train, (clients, rounds, budget))
@@ -217,7 +216,7 @@ def bench(
 
     root: the folder of Fashion-MNIST; None downloads it.
     blocks: the number of repetitions.
-    clients: the number of clients in the third part of the benchmark; 0 skips this part.
+    clients: the number of clients of an additional large run; 0 makes no such run.
     say: function that gets a line for each measurement.
     """
     checkpoints = [workload_checkpoints(root, blocks)]

@@ -176,8 +176,7 @@ def seeds_needed(deviation: float, difference: float) -> str:
     """Return, as text, how many seeds are needed until a 95 % interval does not contain 0.
 
     The interval is that of the mean difference between two methods' scores.
-    deviation, difference: the standard deviation and the mean of the differences, one difference
-    per seed.
+    deviation, difference: standard deviation and mean of the differences, one per seed.
     """
     from scipy import stats
 

@@ -142,8 +142,8 @@ class Entry:
     def settings(self) -> set[str]:
         """Return the texts `Match.setting` of all runs for which `self.score` has a value.
 
-        Each text says how a run differs from the paper, such as "rounds=40 instead of 1000"; ""
-        means the paper's setting. Hyperparameters of methods are not mentioned.
+        A text says how a run differs from the paper, apart from methods' hyperparameters, such as
+        "rounds=40 instead of 1000"; "" for no difference.
         """
         return {match.setting for match in self.matches if self.only(match).values}
 
@@ -155,8 +155,8 @@ class Entry:
         """Return an entry for each group of runs with equal hyperparameters of the methods.
 
         Without such runs, return one entry without runs.
-        setting: use only runs whose `Match.setting` is this text, such as "rounds=40 instead of
-        1000". "" means the paper's setting.
+        setting: selects the runs with this `Match.setting`, such as "rounds=40 instead of 1000"; ""
+        selects runs at the paper's setting.
         """
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:
@@ -345,9 +345,9 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
     """Return the configuration keys whose values decide to which table row a run belongs.
 
-    These are the keys that a command for the paper's tables sets and that begin with one of
+    A command for the paper's tables sets these keys. They begin with one of
     `paper_runs.row_prefixes`.
-    paper: the name of the paper, such as "fedbr".
+    paper: a name, such as "fedbr".
     """
     keys: set[str] = set()
     for table in tables(paper).values():
@@ -433,8 +433,8 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines that say to which rows of a paper's table a run belongs, and how it differs.
 
-    labels: maps a text to labels of rows. The text says how the run differs from the paper's
-    setting for these rows; "" means not at all. Without labels, the run belongs to no row.
+    labels: the rows' labels, grouped by how the run differs from the paper's setting for them; ""
+    for no difference. Empty if the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -453,7 +453,7 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 def _missing(entries: Sequence[Entry]) -> list[str]:
     """Return a line for each command that would compute a missing score of a paper's table.
 
-    A line names the rows and the data sets that lack the score; the command follows.
+    A line begins with the rows and data sets that lack the score.
     entries: the numbers of the paper's table, each with our runs.
     """
     cells_by_command: dict[str, dict[str, None]] = {}
@@ -594,9 +594,9 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
     """Return the last columns of a text table: for each title a list with one text per entry.
 
-    There is a column for each additional score of our runs. The last column has statistics of how
-    the labels are split among the clients.
-    cells: the entries in the order of the text table's rows.
+    The columns are the additional scores of our runs, and how the labels are split among the
+    clients.
+    cells: the entries in the order of rows.
     """
     columns: dict[str, list[str]] = {}
     for entry in cells:

@@ -31,8 +31,8 @@ def listing() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the small runs of a paper's figure, and draw the figure from their results.
 
-    Without the name of a figure, print a list of all figures.
-    arguments: the name of the figure, overrides and options; None reads the command line.
+    arguments: the figure's name, overrides and options; None reads the command line. Without a
+    name, print a list of all figures.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -73,8 +73,8 @@ class PairedSetting:
         """Return FedAvg's score and a method's score in percent, one pair for each seed.
 
         Only seeds with runs of both are used.
-        runs: the runs of the method; FedAvg's runs are in `self.fedavg`.
-        score: the rule that computes the score of a run.
+        runs: the method's runs; FedAvg's are in `self.fedavg`.
+        score: the rule that computes a run's score.
         """
         pairs = []
         for seed in self.seeds(runs):
@@ -84,9 +84,9 @@ class PairedSetting:
     def gain(self, runs: RunsBySeed, score: Score) -> Difference:
         """Return how much higher a method's score is than FedAvg's, in percentage points.
 
-        The gain is the mean difference over the seeds with runs of both.
-        runs: the runs of the method; FedAvg's runs are in `self.fedavg`.
-        score: the rule that computes the score of a run.
+        This is the mean difference over the seeds with runs of both.
+        runs: the method's runs; FedAvg's are in `self.fedavg`.
+        score: the rule that computes a run's score.
         """
         before, after = zip(*self.pairs(runs, score), strict=True)
         return compare_pairs(after, before)

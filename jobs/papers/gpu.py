@@ -44,9 +44,9 @@ class GpuStudy:
     """The runs that test a claim of a paper, with the paper's model and number of rounds.
 
     There is a run for each method and seed.
-    name: the name that selects the study on the command line.
-    setting: the overrides of all runs.
-    methods: the overrides that select each method.
+    name: selects the study on the command line.
+    setting: overrides of all runs.
+    methods: overrides that select each method.
     """
 
     name: str
@@ -121,9 +121,9 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
 def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
     """Prepare the runs of some studies that are not prepared yet, and copy their data sets.
 
-    folder: the folder in which runs/NAME is made for each run, and data/ for the data sets.
+    folder: gets runs/NAME for each run, and data/ for the data sets.
     overrides: further overrides of all runs, such as "data.root=DIR".
-    names: the names of the studies; empty means all studies.
+    names: the names of the studies; empty means all.
     """
     for study in chosen_studies(names):
         for name, words in study.runs():
@@ -162,8 +162,8 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
     """Start or continue the prepared runs until the time is over.
 
     folder: the folder in which the runs were prepared.
-    names: the names of the studies; empty means all studies.
-    device: the device on which the runs compute, such as "cuda".
+    names: the names of the studies; empty means all.
+    device: such as "cuda".
     minutes: the time for all runs.
     """
     deadline = monotonic() + 60 * minutes
@@ -188,7 +188,7 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
 def _continue_run(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
     """Start or continue one run; return False if it stops at the deadline before its end.
 
-    folder: the folder that contains data/ with the data sets.
+    folder: contains data/ with the data sets.
     run_folder: the folder in which `prepare` has stored the run.
     deadline: a value of `time.monotonic`; the run stops after the first round that ends later.
     """
@@ -279,9 +279,9 @@ def _identity_here(spec: RunSpec) -> dict[str, object]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare the papers' runs for a machine with a GPU, or execute the prepared runs.
 
-    `prepare` stores the configuration and data of each run. `run` trains the stored runs until they
-    are finished or the time is over.
-    arguments: `prepare` or `run`, the folder and options; None reads the command line.
+    `prepare` stores each run's configuration and data. `run` trains the stored runs until the time
+    is over.
+    arguments: the command, the folder and options; None reads the command line.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

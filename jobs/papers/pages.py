@@ -268,9 +268,8 @@ def _machine(run: Run) -> str:
 def _commands(entries: Sequence[Entry]) -> str:
     """Return Markdown that lists the numbers of a paper's table, each with a command.
 
-    The command is that of a run with our result for the number, or else of a run at the paper's
-    setting.
-    entries: the numbers that the paper prints in this table.
+    The command is that of a run with our result, or else of a run at the paper's setting.
+    entries: the numbers of the paper's table.
     """
     cells_by_command: dict[str, list[str]] = {}
     for entry in entries:

@@ -36,8 +36,7 @@ def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
     """Draw the gains of a paper's methods over FedAvg, with a row of panels for each setting.
 
     paper: describes how the paper's runs are compared.
-    path: the picture file to write. Its metadata contains the checksum of all numbers in the
-    picture.
+    path: the picture file, whose metadata contains the checksum of all numbers.
     """
     settings = by_setting(runs, paper)
     heights = [max(2.6, 1.3 + 0.27 * len(setting.others)) for setting in settings]

@@ -1,7 +1,7 @@
 """Map each number in a paper's tables to a command of `raysim run` and to a score of this run.
 
-The score is compared with the paper's number. For another paper, add a `PaperRuns`, whose functions
-map a cell of a table to a `Command` and to a `Score`.
+The score is compared with the number. Add a `PaperRuns` for each new paper: it maps a table's cell
+to a `Command` and a `Score`.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ FEDBR_ADDITIONAL_COLUMNS = {
 def fedbr_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FedBR's tables.
 
-    The score is an accuracy in percent, the mean of the five best rounds; in Table 14, of the worst
-    angle or client. In a table of costs, it is a job's received floats in millions, or a job's
-    seconds of training.
+    The score is the mean accuracy of the five best rounds in percent; in Table 14, of the worst
+    angle or client. In tables of costs, it is the millions of floats that a job receives, or a
+    job's seconds of training.
     """
     if cell.unit == "million parameters":
         # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the
@@ -306,7 +306,7 @@ def fraug_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FRAug's tables.
 
     The score is the clients' test accuracy in percent, each in the round of the client's best
-    validation accuracy. A model with a fine-tuned head is scored once, at the end.
+    validation accuracy. Models with fine-tuned heads are scored once, at the end.
     """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     letter = cell.column
@@ -389,8 +389,8 @@ FEDLD_SCORE_EXPLANATION = "The last accuracy on the central test set."
 def fedld_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for FedLD's tables.
 
-    The score is the last accuracy on the central test set, in percent. It is that of the shared
-    model, but for FedBN and FedPAC the mean over the clients' models.
+    The score is the last accuracy on the central test set, in percent: for FedBN and FedPAC the
+    mean over the clients' models, else that of the shared model.
     """
     return Score(
         "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100
@@ -400,9 +400,9 @@ def fedld_score(table: Table, cell: Cell) -> Score:
 def last_central(rows: Sequence[Row], name: str) -> float | None:
     """Return a run's last accuracy on the central test set, or None without values.
 
-    This is the mean accuracy of the clients' models if the run has the column `accuracy_common`,
-    else the score of the shared model.
-    name: the column with the score of the shared model.
+    Return the clients' mean (column `accuracy_common`) if the run has it, else the shared model's
+    score.
+    name: the column with the shared model's score.
     """
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own

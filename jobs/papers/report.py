@@ -25,8 +25,8 @@ from raysim.results.stored_runs import load_runs
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of a paper with our results next to the paper's numbers.
 
-    With the name of a paper in place of a table, print a list of its tables.
-    arguments: the name of the table or paper, and folders of runs; None reads the command line.
+    arguments: the table, such as "fedbr/table1", and folders of runs; None reads the command line.
+    For a paper's name, print a list of its tables.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -145,8 +145,8 @@ def command(config: Mapping[str, object]) -> str:
 def _execution(config: Mapping[str, object]) -> list[str]:
     """Return a run's overrides of device, lanes, recorded steps and precision.
 
-    The bits of results depend on them. Default values are left out: the device "cpu", one lane, no
-    recorded steps, and "float32".
+    These overrides decide the bits of results. Values equal to the defaults "cpu", one lane, no
+    recorded steps and "float32" are left out.
     config: the configuration in the run's folder.
     """
     defaults = {"lanes": 1, "graph": False, "precision": "float32"}

@@ -44,8 +44,7 @@ def _setting(name: str, title: str, overrides: str, study: str) -> Setting:
     """Return a `Setting`, with its overrides as a sorted tuple and its study as a command.
 
     overrides: the overrides of the setting, separated by spaces.
-    study: the name of a study in `jobs/studies.sh`, or a shell command with at least one space. It
-    runs the methods at this setting.
+    study: the name of a study in `jobs/studies.sh`, or a shell command with at least one space.
     """
     command = study if " " in study else f"bash jobs/studies.sh {study}"
     return Setting(name, title, tuple(sorted(overrides.split())), command)
@@ -227,8 +226,8 @@ SETTINGS = (
 def overrides_of(run: Run) -> tuple[list[str], list[str]]:
     """Return the overrides in a stored run's command as two lists: of methods, and of the setting.
 
-    The first list has the overrides that begin with "method". The second has all further overrides
-    except the seed and those in `EXECUTION`.
+    The first list has the overrides that begin with "method". The second excludes the seed and
+    `EXECUTION`.
     """
     overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
     methods = [text for text in overrides if text.startswith("method")]

@@ -91,10 +91,9 @@ def reserved_names(layout: Layout) -> set[str]:
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     """Return the client state from its named arrays: the inverse of `to_named_arrays`.
 
-    arrays: the personal tensors of the networks, such as "model.bn1.weight", and the tensors of the
-    methods.
-    layout: has the names, shapes and order of the personal tensors.
-    Raise ValueError if a personal tensor is missing in `arrays`.
+    arrays: the personal tensors of the networks, such as "model.bn1.weight", and of the methods.
+    layout: names, shapes and order of the networks' personal tensors.
+    Raise ValueError if a personal tensor is missing.
     """
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
@@ -135,7 +134,7 @@ def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
     """Return one tensor of a neural network as a view of the flat array that contains it.
 
     buffer: `ClientState.personal` or `ClientState.counters`.
-    entry: the tensor's shape and its position in the layout.
-    start: the position in the layout of the first element of `buffer`.
+    entry: the tensor's shape and position in the layout.
+    start: the layout position of the first element of `buffer`.
     """
     return buffer[entry.start - start : entry.stop - start].reshape(entry.shape)

@@ -70,7 +70,7 @@ class Runs:
     """A factory for the runs of a figure. It does not repeat a finished run.
 
     folder: the folder of the runs.
-    overrides: overrides of every run. They replace the figure's overrides of the same keys.
+    overrides: replace the figure's overrides of the same keys in every run.
     commands: the commands of the runs so far.
     """
 
@@ -235,7 +235,7 @@ def write_numbers(figure: PaperFigure, panels: Sequence[Panel], runs: Runs, fold
 
     Return the path of this file.
     runs: the runs from which the figure was made.
-    folder: the folder of the JSON file; it is created if missing.
+    folder: is created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.file}.json"

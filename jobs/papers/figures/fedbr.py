@@ -1,7 +1,7 @@
 """Redraw figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
 
-A probe (`raysim.results.probes`) measures features and outputs of the clients' models before
-aggregation. It uses equally many test samples of each class, or all samples of a rarer class.
+Probes (`raysim.results.probes`) measure features and outputs of clients' models before aggregation,
+on equally many test samples of each class if there are enough.
 """
 
 from __future__ import annotations
@@ -106,9 +106,8 @@ def features(runs: Runs) -> Sequence[Panel]:
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return one panel, a bar chart about the client that has the fewest classes.
 
-    is_local: True shows the mean output of the client's trained model on test samples of classes
-    that the client lacks (0 without such classes). False shows the fraction of the client's
-    training samples in each class.
+    is_local: True shows the trained model's mean output on test samples of classes that the client
+    lacks, 0 without such classes. False shows the fraction of training samples in each class.
     """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))

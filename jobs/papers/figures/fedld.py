@@ -27,8 +27,8 @@ SMALL = (
 def terms(runs: Runs) -> Sequence[Panel]:
     """Return a panel for each of the two terms of FedLD's loss decomposition.
 
-    A panel shows a term's absolute value in FedAvg's last round, as a mean over seeds, against
-    alpha. Alpha is the parameter of the Dirichlet distribution that splits the data.
+    A panel shows a term's absolute value in FedAvg's last round, a mean over seeds, against alpha
+    of the Dirichlet partition.
     """
     means: dict[str, list[float]] = {name: [] for name in TERMS}
     for alpha in ALPHAS:

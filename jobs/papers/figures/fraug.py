@@ -22,9 +22,8 @@ SMALL = (
 def shares(runs: Runs) -> Sequence[Panel]:
     """Return one panel: each method's accuracy against the amount of training data.
 
-    The x-axis is `partition.fraction`, the used fraction of each client's training samples. The
-    accuracy is the clients' mean test accuracy, each in the scored round of the client's best
-    validation score.
+    The x-axis is `partition.fraction`. The accuracy is the clients' mean test accuracy, each in the
+    scored round of the client's best validation score.
     """
     lines = []
     for label, method in METHODS.items():
