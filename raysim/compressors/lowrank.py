@@ -148,7 +148,7 @@ class PowerSGD(Compressor):
 
         All come in the order of the layout.
         values: float32 [layout.trained].
-        key: not used, because nothing is random.
+        key: not used.
         kept: the Q of all matrices from the sender's last message, or the result of `initial`.
         """
         return self._encode(values, layout, kept, lambda part: values[part])

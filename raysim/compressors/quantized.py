@@ -207,7 +207,7 @@ def _sum_powers(
 class _Quantizer(Compressor):
     """A compressor that sends a scale for each bucket of entries and a level for each entry.
 
-    A bucket is a range of consecutive entries of the vector.
+    A bucket is a range of consecutive entries.
     levels: the number of levels above 0; an entry is sent as a level and a sign.
     """
 
@@ -346,8 +346,8 @@ class QSGD(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), by which decoded values are multiplied under error feedback.
 
-        Here omega = min(b / s^2, sqrt(b) / s), with b entries in a bucket and s levels. By Lemma
-        3.1, a vector v is decoded with a variance of at most omega * |v|^2.
+        omega = min(b / s^2, sqrt(b) / s), with b entries in a bucket and s levels, bounds the
+        variance of a decoded vector relative to the squared norm of the sent one (Lemma 3.1).
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -397,8 +397,8 @@ class TernGrad(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 2 / (1 + sqrt(b)), by which decoded values are multiplied under error feedback.
 
-        b is the number of entries of the largest tensor. The mean of the decoded vector's squared
-        norm is at most (1 + sqrt(b)) / 2 times that of the sent vector.
+        The largest tensor has b entries. A decoded vector's mean squared norm is at most (1 +
+        sqrt(b)) / 2 times that of the sent vector.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

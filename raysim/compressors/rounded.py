@@ -243,7 +243,6 @@ def _decode_floats(
 
     codes: the bits of the floats, uint8 [entries].
     block: the number of entries in a block.
-    scales: float32 [blocks].
     out: the array to fill, float32 [entries].
     bits: the memory of `out` as int32 [entries].
     """

@@ -93,10 +93,9 @@ def largest_entries(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the `count` entries of the difference `values - memory` with largest absolute values.
 
-    Return the ascending positions and the values of these entries. Of entries with equal absolute
-    values, take the one with the lower position.
-    values: float32 [d], finite.
-    memory: float32 [d], finite; an empty array stands for zeros.
+    Return the ascending positions and the values of these entries. Of equal absolute values, the
+    lower position is taken.
+    values, memory: float32 [d], finite; an empty `memory` stands for zeros.
     """
     candidates = _candidates(values, count, memory)
     positions, entries = candidates or (None, _difference(values, memory))

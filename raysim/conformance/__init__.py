@@ -34,10 +34,9 @@ __all__ = ["Check", "Study", "checks"]
 class Check:
     """A check of one object of a run, such as a method or a partition.
 
-    Call the `Check` without arguments to make the check. If the tested object fails, the call
-    raises AssertionError or the error that stopped a run.
+    A call of the `Check` makes the check. If the tested object fails, the call raises
+    AssertionError or the error that stopped a run.
     name: the tested object and the tested property.
-    run: the function that makes the check.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Check:
 def checks(part: object, study: Study | None = None) -> list[Check]:
     """Return all checks for a part of a run, such as a method or a partition.
 
-    study: describes the tiny run in which the part is tried; None uses `Study()`.
+    study: describes the tiny run of the checks; None uses `Study()`.
     Raise TypeError for an object that is not a part of a run.
     """
     name = getattr(part, "name", type(part).__name__)

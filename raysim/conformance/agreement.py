@@ -39,7 +39,7 @@ def check_workers(
 
     make: returns the run, with new method objects at each call.
     fleet: None uses `Lognormal`.
-    runtime: a runtime with several workers; None uses two workers in this process.
+    runtime: has several workers; None uses two workers in this process.
     """
     single = run(make(), schedule, fleet)
     several = run_to_end(

@@ -171,9 +171,8 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    Check also that the name of each upload begins with a method's name and a dot, and that all
-    updates have the same uploads.
-    seen: the run and its recorded messages.
+    Check also that each upload's name begins with a method's name and a dot, and that all updates
+    have the same uploads.
     names: the names of the run's methods.
     """
     layout = seen.run.coordinator.layout

@@ -272,12 +272,11 @@ class Spy(InProcess):
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a function of the worker; return a list of its results.
 
-        For "train", "store_constants" and "contribute", also record the arguments or results in the
-        attributes of this class.
-        worker: the number of the worker.
-        method: the name of the worker's function.
-        args: the arguments of this function.
-        returns: the number of its results.
+        For "train", "store_constants" and "contribute", also record arguments or results in this
+        object's attributes.
+        worker: the worker's number.
+        method: the function's name.
+        returns: the number of the function's results.
         """
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":

@@ -220,8 +220,8 @@ def _read_half(
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
     """Return the inputs as one array, and a description of each input if samples have several.
 
-    column: the inputs of all samples: an array, a tensor, a list or a pandas frame. Samples with
-    several inputs have a dictionary or a tuple with an array for each input.
+    column: an array, a tensor, a list or a pandas frame. For samples with several inputs, it is a
+    dictionary or a tuple with an array for each input.
     place: the name of the inputs in errors.
     """
     if isinstance(column, Mapping):
@@ -360,9 +360,9 @@ def _concatenate(
 ) -> NDArray[Any] | LabelLists:
     """Join the values of one column in the training data and in the test data.
 
-    parts: the column of the training data, then that of the test data if there are any. Each is an
-    array, or a list with the labels of each sample.
-    name: the name of the column in errors.
+    parts: the column of the training data, then that of the test data if there are any. A column is
+    an array, or a list of labels for each sample.
+    name: the column's name in errors.
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if not arrays:

@@ -45,8 +45,8 @@ class Pipeline:
     def normalise(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normalise inputs for the model; the result is on the same device and in `dtype`.
 
-        Images, uint8 [..., channels, height, width], become (x / 255 - mean) / std. Floats, float32
-        [B, channels, ...], become (x - mean) / std. Token numbers (int64) stay unchanged.
+        uint8 [..., channels, height, width] becomes (x / 255 - mean) / std. float32 [B, channels,
+        ...] becomes (x - mean) / std. Token numbers (int64) stay unchanged.
         """
         if inputs.dtype == torch.int64:
             return inputs

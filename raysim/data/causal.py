@@ -384,9 +384,8 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
     """Return which documents are for testing, as bool [count].
 
-    From each user, documents in equal distances are chosen.
-    users: the user of each document; None if the documents have no users.
-    count: the number of documents.
+    The chosen documents are evenly spread over those of each user.
+    users: the user of each document; None if there are no users.
     fraction: the share of each user's documents that is for testing.
     """
     groups = np.zeros(count, np.int64)

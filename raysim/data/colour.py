@@ -1,8 +1,7 @@
 """Change the colours of batches of images, with a strength for each image.
 
-Images are uint8 [B, 1 or 3, h, w], strengths float32 [B]. Results are rounded to integers from 0 to
-255. Grey images have one channel or three equal channels. Changes of saturation and hue leave them
-as they are.
+Images are uint8 [B, 1 or 3, h, w], strengths float32 [B]. Results are integers from 0 to 255. Grey
+images (one channel, or three equal ones) have no saturation and hue to change.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which the contrast of each image is changed.
 
-    The difference between a value and the image's mean brightness is multiplied by the image's
-    factor.
+    The factor multiplies each value's difference from the image's mean brightness.
     images: uint8 [B, 1 or 3, h, w], also the type of the result.
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
     """
@@ -40,7 +38,7 @@ def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
 def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which the saturation of each image is changed.
 
-    The difference between a channel and the pixel's brightness is multiplied by the image's factor.
+    The factor multiplies each channel's difference from the pixel's brightness.
     images: uint8 [B, 1 or 3, h, w], also the type of the result.
     factors: float32 [B]; 0 makes an image grey, 1 changes nothing.
     """

@@ -1,8 +1,7 @@
 """Label noise and rotation, which make clients' data differ, and pooling of pixels.
 
-Rotations are counter-clockwise on the screen (y points down), about the centre ((w-1)/2, (h-1)/2)
-of an image of width w and height h. Images keep their size. Pixels from outside of the original
-image are 0.
+Rotations are counter-clockwise on the screen (y points down) about the image's centre ((width-1)/2,
+(height-1)/2). Images keep their size. Pixels from outside of the original image are 0.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
     """Return for each pixel of a stretched crop its coordinate in the original image, on one axis.
 
-    The result is [B, size], for `torch.nn.functional.grid_sample`, where an image's edges have the
-    coordinates -1 and 1.
+    The result is [B, size], for `torch.nn.functional.grid_sample`: -1 and 1 are the image's edges.
     start, length: [B], the first pixel and the number of pixels of each crop.
     size: the number of pixels of the image.
     """

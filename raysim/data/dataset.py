@@ -173,8 +173,8 @@ def open_or_build(
 def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
     """Return the path of a file in this machine's cache; write the file if it is missing.
 
-    name: the name of the file in the cache folder.
-    read: returns the file's bytes, for example from another machine.
+    name: the file's name in the cache folder.
+    read: returns the file's bytes.
     """
     path = cache_folder(None) / name
     if not path.exists():

@@ -300,8 +300,8 @@ def _to_indicators(
     """Return a table [n, L] of the labels that each sample has, and the names of the L labels.
 
     Entry [i, k] is 1 if sample i has label k, else 0.
-    rows: the labels of each of n samples.
-    names: the names of all labels; None uses the labels that occur.
+    rows: the labels of each sample.
+    names: None uses the labels that occur.
     place: the name of the data in errors.
     """
     flat: list[Any] = []

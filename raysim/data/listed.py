@@ -23,8 +23,8 @@ FORM = "a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5]
 class Listed(Partitioner):
     """A partition that is read from a file with the training rows of every client.
 
-    file: a JSON file with a list of lists, the first for client 0, or with an object of lists by
-    client name. Rows are counted from 0. Rows in no list are not used.
+    file: a JSON file with a list of lists, the first for client 0, or with lists by client name.
+    Rows are counted from 0. Rows in no list are not used.
     """
 
     file: str | None = None
@@ -92,8 +92,8 @@ def store_lists(
 def is_lists_of_rows(part: object) -> bool:
     """Return True if `part` consists of lists of rows, False if it consists of settings.
 
-    Lists and tuples consist of rows. A dictionary does so unless it is empty, or has a key that is
-    text and a value that is no list.
+    Lists and tuples consist of rows. A dictionary is settings if it is empty, or has a text key and
+    a value that is no list.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):

@@ -195,8 +195,8 @@ class Parquet(TableSource):
 
         Columns that the settings do not name are chosen by their names and types.
         path: the first file; all files have its columns.
-        Raise ValueError if the column of labels is missing, or if the columns of the input cannot
-        be chosen. It is not checked whether input columns that a setting names exist.
+        Raise ValueError if the column of labels is missing, or if no input can be chosen. Input
+        columns that a setting names may still be missing.
         """
         types = _column_types(path)
         names = list(types)

@@ -78,7 +78,7 @@ class Draws:
     """The rows that a partitioner splits, and its two random streams.
 
     labels, domains: [n], the label and domain of each row. Without classes, all labels are 0.
-    num_classes: the number of classes, including classes without samples.
+    num_classes: includes classes without samples.
     proportions: the random stream that decides how many rows, or which classes, each client gets.
     orders: the random stream for permutations of rows.
     """
@@ -362,9 +362,8 @@ class DirichletClient(Partitioner):
     def _draw_next_client(self, draws: Draws, class_sizes: Ints, size: int) -> Ints:
         """Draw the class of each sample of the next client: [size].
 
-        class_sizes: [C], the number of samples of each class that no client has yet. This function
-        subtracts the drawn samples in place.
-        size: the number of samples of a client.
+        class_sizes: [C], the number of samples of each class that no client has yet. The drawn
+        samples are subtracted in place.
         """
         distribution = self._draw_distributions(draws, class_sizes, 1)
         turns = np.zeros(size, dtype=np.int64)
@@ -381,7 +380,7 @@ class DirichletClient(Partitioner):
 class Shards(Partitioner):
     """A partition in which each client gets random shards of the data (McMahan et al. 2017).
 
-    The samples are sorted by label and cut into shards, whose sizes differ by at most one sample.
+    The samples are sorted by label and cut into shards of equal size (± 1 sample).
     clients: the number of clients.
     shards_per_client: the number of shards that each client gets.
     """
@@ -532,8 +531,7 @@ class Natural(Partitioner):
     ) -> Sequence[str]:
         """Return the name of the user that each client represents.
 
-        In this partition, domains are users, so it is the name of the client's domain.
-        partition: the rows of each client.
+        In this partition, each domain is a user, so this is the name of the client's domain.
         domains: the domain of each training row.
         domain_names: the names of the domains, in the order of their numbers.
         """

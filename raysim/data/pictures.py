@@ -65,8 +65,8 @@ def stack_images(
     """Return all images as uint8 [count, c, h, w].
 
     size: the new height and width; None keeps the images' sizes.
-    channels: the new number of channels. With None, arrays that keep their size also keep their
-    channels. Of other images, grey ones stay grey and all others become RGB.
+    channels: the new number of channels. With None, arrays that keep their size keep their
+    channels. Other images become RGB unless they are grey.
     Raise ValueError if the resulting shapes differ.
     """
     if isinstance(images, np.ndarray):
@@ -110,8 +110,8 @@ def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) 
     """Return a picture as uint8 [c, h, w]: converted, then resized, bilinear and antialiased.
 
     size: the new height and width; None keeps the picture's size.
-    channels: 1 makes the picture grey, 3 makes it RGB. None keeps a grey picture grey, and makes
-    any other one RGB; transparency is lost.
+    channels: 1 makes the picture grey, 3 RGB. None makes it RGB unless it is grey; transparency is
+    lost.
     """
     from PIL import Image
 

@@ -187,9 +187,9 @@ class Source:
     def with_domains(self, column: str) -> Source:
         """Return a copy of the source in which each different value of a column is a domain.
 
-        With `partition=natural`, each domain becomes a client. A subclass for data with columns
-        overrides this function; the base class raises ValueError.
-        column: `partition.column`, such as a column with the user of each sample.
+        With `partition=natural`, each domain becomes a client. The base class raises ValueError; a
+        subclass for data with columns overrides this function.
+        column: `partition.column`, such as a column of users.
         """
         raise ValueError(
             f"partition.column={column} names a column, but the data source {type(self).__name__} "
@@ -340,7 +340,6 @@ def convert_inputs(
 def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) -> LabelArray:
     """Convert labels to the type in which raysim stores them: int64 for classes, else float32.
 
-    kind: the kind of the task, such as "classification".
     outputs: the number of the model's outputs.
     name: the name of the source in errors.
     Raise ValueError if the labels do not fit `kind` or `outputs`.

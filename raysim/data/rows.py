@@ -100,10 +100,9 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return the number of each row's domain, [n], and the names of all domains.
 
-    Domains without training rows get the last numbers. Among the domains with training rows, and
-    among those without, `order` decides.
+    Domains without training rows come after all domains with training rows. Within both groups,
+    `order` decides.
     values: [n], the name of each row's domain.
-    is_train: bool [n], True for training rows.
     order: the names of all domains; None uses `natural_order`.
     """
     names = values.astype(np.str_)

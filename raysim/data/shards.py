@@ -215,9 +215,9 @@ class WebDataset(Source):
         """Read one file of each of n samples; return the contents as an array [n, ...].
 
         Also return the `Tokens` of texts and of lists of integers, or None for other contents.
-        samples: the files of each sample, by file name ending.
+        samples: the files of each sample, by ending.
         ending: the ending of the files to read, such as "jpg".
-        place: the value of `data.root`, for errors.
+        place: `data.root`, for errors.
         """
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))

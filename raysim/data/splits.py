@@ -1,8 +1,8 @@
 """Split rows over clients by pure functions: every random draw is an argument.
 
 The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
-Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). In shapes, N is
-the number of clients, C of classes and n of samples.
+Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). Shapes have N
+clients, C classes and n samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
     """Yield, for each of C classes, the number of samples of this class that each client gets, [N].
 
     sizes: [C], the number of samples of each class.
-    proportions: [C, N], the shares of each class that the N clients get.
+    proportions: [C, N], the clients' shares of each class.
     balance: True gives no samples of later classes to a client that has 1/N of all samples.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
@@ -112,7 +112,7 @@ def dirichlet_label_split(
     """Split the rows of each of C classes over N clients.
 
     labels: [n], the class of each row.
-    proportions: [C, N], the share of each class that each client gets.
+    proportions: [C, N], the clients' shares of each class.
     order: a permutation of the rows, in which the rows of a class are given out.
     balance: True gives no rows of later classes to a client that has 1/N of all rows.
     """
@@ -280,7 +280,7 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
     A smaller fraction returns a subset of the rows of a larger fraction.
     indices, offsets: the arrays of the `CSR` with each client's rows.
     fraction: the share; numbers of rows are rounded down.
-    order: all row numbers, permuted. The rows of a client that come first in `order` are returned.
+    order: all row numbers, permuted. A client's first rows in `order` are returned.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -291,8 +291,7 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
     """Choose samples of each client; return the positions of these samples in `csr.indices`.
 
     counts: [N], the number of samples to choose from each client.
-    order: the row numbers of all samples, permuted. The samples of a client that come first in
-    `order` are chosen.
+    order: all row numbers, permuted. A client's first samples in `order` are chosen.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

@@ -119,8 +119,8 @@ class TextTable(TableSource):
 
         names: the columns of the table.
         place: the name of the file in errors.
-        Raise ValueError if `data.targets` and `data.label` are both set, or if none is set and no
-        column has a usual name of labels.
+        Raise ValueError if `data.targets` and `data.label` are both set, or if there is no column
+        of labels.
         """
         if self.targets and self.label:
             raise ValueError(

@@ -206,9 +206,8 @@ def _assemble(
     """Return the samples that the arrays of an archive describe.
 
     arrays: the arrays, by name.
-    is_test: the mask of test rows. None makes a share `test_fraction` of each user and class test
-    rows.
-    kind, ignore, padding: the settings `data.kind`, `data.ignore` and `data.padding`.
+    is_test: the mask of test rows. With None, `test_fraction` of each user's rows are test rows.
+    kind, ignore, padding: `data.kind`, `data.ignore` and `data.padding`.
     place: the name of the data in errors.
     """
     users = arrays.get("user")

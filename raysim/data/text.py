@@ -106,8 +106,8 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters (Shakespeare), the texts of a user overlap and are
-        joined to longer documents.
+        If the answers are single characters (Shakespeare), a user's texts overlap and are joined to
+        longer documents.
         texts, answers, users: the text, label and user of each sample.
         is_test: True for samples of the central test set.
         place: the name of the data in errors.
@@ -377,8 +377,8 @@ class Markov(Source):
         """Return sequences as documents for a language model.
 
         Tokens are stored as their numbers plus 1, because 0 marks the end of a document.
-        sequences: int64 [n, T], the tokens of n documents.
-        lengths: [n], the number of tokens of each sequence that are used.
+        sequences: int64 [n, T], the tokens.
+        lengths: [n], the number of tokens of each sequence to use.
         names: [n], the user of each document.
         is_test: [n], True for documents of the central test set.
         """

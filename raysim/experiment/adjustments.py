@@ -105,7 +105,7 @@ def pool_training(
     """Return data, schedule and local training for one client that has the samples of all clients.
 
     A round processes as many samples as an average round of the federated run.
-    method: the name of the method that trains in this way, for errors.
+    method: the name of the method, for errors.
     Raise `RefusedError` if the schedule is not synchronous.
     """
     if not isinstance(schedule, Synchronous):

@@ -129,7 +129,7 @@ def build(
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
     """Return the data of a run, split over its clients.
 
-    config: overrides as on the command line, in one text or a list; or a complete configuration.
+    config: overrides in one text or a list, or a complete configuration.
     allow: packages besides raysim whose classes and options may be used.
     Raise `RefusedError` for data that cannot be split.
     """
@@ -329,8 +329,8 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Add to `evaluate.lower` the names of the metrics for which a lower score is better.
 
     Return the new configuration and the new `spec`.
-    Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run.
-    This is not checked with a learner, which may report more metrics.
+    Raise ValueError if the user named a metric in `evaluate.lower` that the run does not have. Runs
+    with a learner are not checked, because learners may report more metrics.
     """
     metrics = [metric.name for metric in spec.task.metrics]
     has_learner = any(isinstance(method, Learner) for method in spec.methods)

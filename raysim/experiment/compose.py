@@ -1,8 +1,8 @@
 """Make a checked configuration from overrides and the files of options.
 
 The files are in raysim's folder `conf`, in packages and in the user's folders. A configuration may
-also start from the config.yaml of an earlier run. `hydra_composition` composes the files; this
-module checks and applies the overrides.
+also start from an earlier run's config.yaml. `hydra_composition` composes the files; this module
+checks and applies the overrides.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ CONFIG_FILE = "config.yaml"
 class Draft:
     """A configuration in which references, such as `${seed}`, are not yet resolved.
 
-    config: the configuration, with the user's values.
-    values: the user's values, by key.
+    values: the user's values, by key; `config` has them already.
     set_keys: the keys in `values`, and the groups for which the user chose an option.
     stored: an earlier run's configuration, which gives the values of all other keys, or None.
     """
@@ -132,7 +131,7 @@ def _separate_options(
 
     overrides: texts "key=value".
     settings: overrides as Python values, by key.
-    groups: all options; an override of a group chooses an option.
+    groups: all options.
     Raise `RefusedError` for a key in both `overrides` and `settings`, and for unknown options.
     """
     parsed = [read_full_key(text) for text in overrides]
@@ -170,10 +169,9 @@ def _restore_objects(
     """Copy the entries that describe Python objects from a stored configuration to `config`.
 
     config: the new configuration, which is changed in place.
-    stored: the configuration of an earlier run, which may have objects such as a model.
+    stored: an earlier run's configuration, which may have objects such as a model.
     options: the options that the user chooses now, by group. Entries of these groups are not
     copied.
-    groups: all groups with their files.
     """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:

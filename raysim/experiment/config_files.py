@@ -89,8 +89,7 @@ def _has_text_keys(node: object) -> bool:
 def is_set(key: str, node: Node) -> bool:
     """Return True if the user set the key, its group, or a key below it.
 
-    Return True for every key if the configuration comes from a file, which does not say which keys
-    the user set.
+    For a configuration from a file, which does not say this, return True for every key.
     key: a full name, such as "local.lr".
     """
     set_keys = node["choices"].get(SET_KEYS)

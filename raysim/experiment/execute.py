@@ -205,7 +205,7 @@ def _run_with_restarts(
     """Execute a run; if a process is lost, restart from the last checkpoint.
 
     Without a checkpoint, the run restarts where it began.
-    place: the run's folder, and the checkpoint from which the run began, if it has one.
+    place: the run's folder, and the checkpoint at which the run began, if any.
     quiet: True prints only warnings and errors.
     """
     options = experiment.spec.settings.checkpoint

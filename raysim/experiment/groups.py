@@ -43,7 +43,7 @@ class Groups:
 
     files: the file of each option, by group and name.
     common: the shared files. The key of conf/GROUP/_NAME.yaml is "GROUP/_NAME".
-    state: path, time of change and size of every file. Equal states mean equal files.
+    state: the path, time of change and size of every file.
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
@@ -194,8 +194,8 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
     """Return the names of the options that an override selects in a group.
 
-    value: the value of the override: the name of an option. Groups such as "method" also accept the
-    text "a+b", a list of names, or None.
+    value: the override's value, an option's name. Groups such as "method" also accept the text
+    "a+b", a list of names, or None.
     Raise `RefusedError` for an option that does not exist or is named twice.
     """
     options = groups.files[group]

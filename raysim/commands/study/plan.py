@@ -35,10 +35,10 @@ class StudyRun:
     """One run of a study.
 
     name: the name of the run's folder.
-    settings: the run's method, and its value of each key with several values in the study except
-    the seed, such as {"method": "fedprox", "partition.alpha": "0.1"}.
-    is_finished: True if the run's folder is complete already.
-    warnings: warnings about the configuration, for the user.
+    settings: the run's method, and its value of each key that varies in the study except the seed,
+    such as {"method": "fedprox", "partition.alpha": "0.1"}.
+    is_finished: True if the run's folder is complete.
+    warnings: warnings about `config`, for the user.
     """
 
     name: str

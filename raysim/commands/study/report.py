@@ -106,8 +106,8 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
     """Raise `RefusedError` for a name that cannot be a metric in a run's summary.
 
     own_metrics: the additional metrics of `evaluate.metrics`.
-    A name with a dot is not checked, because it may be a metric of a method. Such metrics are known
-    only after a run.
+    Names with a dot are not checked. They may be metrics of a method, which are known only after a
+    run.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
@@ -163,9 +163,9 @@ def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
     """Return the highest threshold, such as "0.80", that the scores of all runs have reached.
 
-    Return None if there is no such threshold.
-    summaries: the summaries of runs. The entry "rounds_to" of a summary maps each threshold to the
-    round that reached it, or to None. Summaries without this entry are ignored.
+    Return None without such a threshold.
+    summaries: the runs' summaries. The entry "rounds_to" maps each threshold to the round that
+    reached it, or to None. Summaries without this entry are ignored.
     """
     reached = []
     for summary in summaries:
@@ -305,9 +305,9 @@ def settings_table(
 ) -> list[Column]:
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is the standard deviation over the seeds.
-    comparisons: for each metric, the comparisons with the reference, which mark significant
-    differences. None marks no difference.
+    Deviations are standard deviations over the seeds.
+    comparisons: each metric's comparisons with the reference, which mark significant differences;
+    None marks none.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -393,8 +393,8 @@ def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = Fal
     """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
     comparisons: all comparisons of the metric. Those with the same `where` share a panel.
-    about: the name of the metric's test set; "" if there is none.
-    dark: True for a picture on a dark page.
+    about: the name of the metric's test set, or "".
+    dark: True for a dark page.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -478,7 +478,7 @@ def report(
     """Write all results into the study's folder; return the text to print.
 
     If no run has finished, write nothing.
-    metrics: the metrics to compare; () compares the usual ones. study.png shows the first metric.
+    metrics: () compares the usual metrics. study.png shows the first metric.
     failures: for each failed run, by name, why it failed.
     width: the longest line in characters; 0 means no limit.
     """
@@ -535,10 +535,8 @@ def _difference_sections(
 ) -> list[ReportSection]:
     """Write study.png; return the sections of report.html about differences to the reference.
 
-    Each metric that has comparisons gets a section.
     names: the names of the metrics; study.png shows the first one.
-    comparisons: maps each metric to its comparisons.
-    results: all finished runs.
+    comparisons: maps each metric to its comparisons. A metric without comparisons has no section.
     """
     sections = []
     for name in names:

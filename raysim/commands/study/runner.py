@@ -236,8 +236,8 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 class ChildRun:
     """A run in a process of its own.
 
-    The process reads from stdin the configuration, the path of the log, the address of Ray, and the
-    packages that it may use. At the end it writes to stdout "", or why the run failed.
+    The process reads the configuration, the path of the log, Ray's address and the allowed packages
+    from stdin. At the end it writes "", or why the run failed, to stdout.
     since: time.monotonic() at the start.
     """
 

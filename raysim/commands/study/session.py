@@ -133,8 +133,8 @@ def _make_and_report(
     """Execute the runs and print the tables; return why runs failed, by the name of the run.
 
     parallel: the number of runs at a time.
-    metrics: the metrics to compare; () compares the usual ones.
-    allow: the user's packages whose classes the options may use.
+    metrics: () compares the usual metrics.
+    allow: the user's packages whose classes may be used.
     """
     from rich.console import Console
 

@@ -96,7 +96,6 @@ def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
 
     url: where a run wrote, such as s3://bucket/first.
     target: the local folder; None takes the last part of the URL.
-    checkpoints: True also copies the checkpoints.
     Raise `RefusedError` if the URL has no files.
     """
 
@@ -143,7 +142,6 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
     If the job server does not know the node, Ray chooses one.
     details: Ray's `JobDetails` of the job.
-    entrypoint: the command.
     Raise `RefusedError` if the job server refuses the command, and `RunStoppedError` if the server
     no longer answers.
     """

@@ -136,8 +136,7 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
     """Start a job and return its id.
 
     entrypoint: the command line of the job.
-    runtime_env: Ray's description of the job's environment. Its working directory is uploaded if
-    the cluster lacks it.
+    runtime_env: Ray's description of the job's environment, with the working directory to upload.
     Raise `ValueError` if the cluster does not accept the job.
     """
     try:
@@ -249,8 +248,8 @@ class ConnectionToJob:
 def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
     """Wait for a job's end; return its exit status, and a sentence that says why it ended.
 
-    The sentence is "" if the job's command exited. The status is 128 + n if signal n ended the job,
-    130 if the user stopped it, and 1 if Ray knows no status.
+    The sentence is "" if the job's command exited. The status is 128 + n after signal n, 130 if the
+    user stopped the job, and 1 if Ray knows no status.
     """
     job, details = connection.job, connection.details()
     while not details.status.is_terminal():

@@ -324,8 +324,8 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
 def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the runtime environment of a Ray job with the git commit of the current folder.
 
-    The commit is an environment variable. If the user has set this variable, it does not change.
-    environment: the environment without the commit, from `read_runtime_env`.
+    The commit is added as an environment variable, unless the user has set this variable.
+    environment: the result of `read_runtime_env`.
     """
     variables = {SOURCE: json.dumps(source_commit()), **(environment.get("env_vars") or {})}
     return {**environment, "env_vars": variables}

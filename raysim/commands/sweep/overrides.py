@@ -92,8 +92,7 @@ def _check_renamed(option: str) -> None:
 def _listed_range(key: str, values: Any) -> ValueRange:
     """Return the values that a sweep tries for a key, as a file in `conf/sweep` lists them.
 
-    values: the key's entry in the file: a list of values, or a text as on the command line, such as
-    "0.1,0.2" or "interval(0.1, 1)".
+    values: the key's entry in the file: a list, or a text such as "0.1,0.2" or "interval(0.1, 1)".
     """
     if isinstance(values, list):
         return _choice(key, values)

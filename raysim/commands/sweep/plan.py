@@ -1,8 +1,8 @@
 """Plan a sweep: its options, its search space, and the configuration of every run.
 
-All files are read before the sweep starts, so later changes have no effect. A continued sweep is
-planned again from its sweep.yaml. This module imports no torch, so that a wrong override is refused
-at once.
+All files are read before the sweep starts. Later changes of files have no effect. A continued sweep
+is planned again from its sweep.yaml. This module imports no torch, so that it refuses wrong
+overrides at once.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class SweepPlan:
         """Return the settings of a grid or a random search, each of them once.
 
         A random search in a small space may have fewer than `trials` settings.
-        Raise `RefusedError` for a grid with an interval, or if sweep.trials differs from the grid's
-        number of settings.
+        Raise `RefusedError` for a grid with an interval, or if sweep.trials is not the size of the
+        grid.
         """
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
@@ -330,7 +330,7 @@ class SweepRequest:
     """A sweep and its folder.
 
     conf: the user's own folders of options.
-    is_new: True if the folder must not exist yet. False continues the sweep if the folder exists.
+    is_new: False continues the sweep if the folder exists.
     is_dated: True if the user gave no `out=`, so that the folder's name has the time of the start.
     """
 

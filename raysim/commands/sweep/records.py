@@ -267,7 +267,7 @@ class TrialRecords:
         """End the tracking: send the sweep's results and all rows of the trials to MLflow.
 
         If MLflow's server does not answer, the rows stay in the folders and can be sent later.
-        summary: the numbers of the sweep's summary, by name.
+        summary: the numbers of the sweep's summary.
         files: the sweep's result files.
         status: FINISHED, FAILED or KILLED.
         """

@@ -160,8 +160,8 @@ def table(records: TrialRecords, width: int = 0) -> str:
 def _write_page(records: TrialRecords) -> Path | None:
     """Write report.html into the sweep's folder; return the path of this file.
 
-    The page has a table of all trials, diagrams of the scores, and the curves of the best finished
-    trials (`MAX_CURVES` at most). If no trial has finished, write nothing and return None.
+    The page has a table of all trials, diagrams of the scores, and curves of the best finished
+    trials. If no trial has finished, write nothing and return None.
     """
     groups: list[RunGroup] = []
     for record in records.ordered():
@@ -199,7 +199,7 @@ class KeyAxis:
 
     name: the label of the axis.
     values: the list or the interval in which the sweep searches.
-    used: the values of the key in all trials; the axis covers them as well.
+    used: the key's values in all trials, which the axis must cover.
     """
 
     def __init__(self, key: str, name: str, values: ValueRange, used: Sequence[object]):
@@ -306,7 +306,7 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 
     Trials that the scheduler stopped are ignored, unless it stopped all trials.
     records: the trials with a score.
-    dark: True for a picture on a dark page.
+    dark: True for a dark page.
     """
     from matplotlib import colormaps
 
@@ -393,8 +393,8 @@ def _draw_scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
     """Draw a diagram for each searched key: the score of each trial against the key's value.
 
-    Bars are standard deviations over the seeds, a star is the best trial, and open circles are
-    trials that the scheduler stopped. Trials without a finite score are left out.
+    Bars are standard deviations over seeds. A star is the best trial, an open circle a trial that
+    the scheduler stopped. Trials without a finite score are left out.
     path: the file or the buffer to write.
     dark: True for a dark page.
     """

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class TrialResult:
     """A trial of a sweep.
 
-    number: the number of the trial, from 0.
+    number: counted from 0.
     config: the searched keys with their values.
     metrics: the last row of `history`; {} if there is none.
-    error: why the trial failed; None for any other trial.
+    error: why the trial failed, or None.
     path: the folder of the run with the first seed.
     history: the rows of the run; with several seeds, their means.
     """
@@ -46,7 +46,7 @@ class SweepResult:
     """The trials of a sweep, also failed ones, in the order of their numbers.
 
     `result[3]` is trial 3, and `for trial in result` loops over the trials.
-    metric: the column of the history by which the sweep compared trials.
+    metric: the column of the history that ranks trials.
     mode: "max" if the largest value is the best, else "min".
     """
 
@@ -81,7 +81,7 @@ class SweepResult:
     def get_best_result(self, metric: str | None = None, mode: str | None = None) -> TrialResult:
         """Return the trial whose last row has the best value of a column.
 
-        metric: the column; None takes the column that the sweep compared.
+        metric: the column; None takes the sweep's column.
         mode: "max" or "min"; None takes the sweep's mode.
         Raise `ValueError` if no trial has a finite value.
         """
@@ -103,9 +103,8 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        The columns are the trial's number ("trial"), the last row of the history, the value of each
-        searched KEY ("config/KEY"), why the trial failed or None ("error"), and the folder of the
-        first run ("path").
+        The columns are "trial" (the number), the columns of the history (last row), "config/KEY"
+        for each searched key, "error" (None without one) and "path" (the folder of the first run).
         """
         import pandas as pd
 

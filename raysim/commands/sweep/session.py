@@ -165,9 +165,9 @@ def _choose_metric(
 ) -> SweepPlan:
     """Return the plan with values for sweep.metric and sweep.mode.
 
-    If the user did not set sweep.metric, take a validation score. If a run has no validation
-    samples, take a test score and print a line about it.
-    experiments: a few built runs of the sweep.
+    Unless the user set sweep.metric, take a validation score. If a run has no validation samples,
+    take a test score and print a line about it.
+    experiments: a few runs of the sweep.
     """
     options = plan.options
     specs = [experiment.spec for experiment in experiments]
@@ -349,9 +349,9 @@ def _describe(values: ValueRange) -> str:
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     """Return the last line that a sweep prints.
 
-    It has the sweep's time, the command that trains the best setting again, and the results'
-    folder. If no trial has a finite score, it names only the file with the errors.
-    numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
+    It has the sweep's time, the command that trains the best setting again, and the folder. Without
+    a finite score, it names only the file with the errors.
+    numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the summary.
     """
     best = records.best()
     if best is None:

@@ -44,7 +44,7 @@ class Trial:
     def advance(self) -> list[Row]:
         """Advance to the next round that measures the metric; return the rows since the last call.
 
-        Rows are means over the seeds. They are in the runs' histories on the disk already. Raise
+        A row is the mean over the seeds. The histories on the disk have the rows already. Raise
         `RunStoppedError` if no further round measures the metric.
         """
         rows: list[Row] = []

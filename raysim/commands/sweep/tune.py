@@ -1,10 +1,9 @@
 """Search with Ray Tune; each trial is a process.
 
-Tune decides when a trial starts, stops, or continues from the checkpoint of another trial.
+Tune decides when a trial starts, stops, or continues from another trial's checkpoint.
 
-A continued sweep gives Tune all trials again. Trials that had ended report their stored results
-once more, so that the search algorithm and the scheduler know them. All other trials continue from
-their checkpoints.
+A continued sweep gives Tune all trials again. Trials that had ended report their stored results to
+the search algorithm and the scheduler. All other trials continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -215,8 +214,8 @@ class SweepTrial(tune.Trainable):
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Prepare the runs of this trial to continue from a checkpoint of Tune.
 
-        The files of another trial's checkpoint replace those of this trial's runs. A checkpoint of
-        this trial changes no files.
+        A checkpoint of another trial replaces the files of this trial's runs. A checkpoint of this
+        trial changes no files.
         checkpoint_dir: the folder that `save_checkpoint` filled.
         """
         self.cleanup()

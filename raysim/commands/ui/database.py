@@ -168,8 +168,8 @@ class RunDatabase:
     def _add_model(self, folder: Path, record: Record) -> None:
         """Store the final model of a finished run in the MLflow database.
 
-        The run's model is built again and gets the stored parameters. The run's record then says
-        "sent", or why MLflow gets no model. If the run's folder was removed, write nothing.
+        The run's record then says "sent", or why MLflow gets no model. If the run's folder was
+        removed, write nothing.
         """
         from raysim.experiment.execute import load
         from raysim.results.shared_model import load_shared_model

@@ -34,8 +34,7 @@ class MyCompressor(Compressor):
         """Return the means of the blocks as words of 32 bits, uint32 [self.words(layout)].
 
         values: float32 [layout.trained]; the last block is filled up with zeros.
-        key: a random number for this message; not used here.
-        kept: what the sender remembers of its last message; not used here.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         padded = np.zeros(self.words(layout) * self.block, np.float32)
         padded[: len(values)] = values.numpy()

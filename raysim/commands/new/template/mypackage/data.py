@@ -17,7 +17,7 @@ class MyData(Source):
 
     samples: the number of images; a sixth of them becomes the central test set.
     pixels: the height and the width of an image.
-    noise: the standard deviation of the noise on each pixel. A pixel has a value from 0 to 255.
+    noise: the standard deviation of the noise on each pixel, whose values are 0 to 255.
     seed: the seed of the noise.
     """
 

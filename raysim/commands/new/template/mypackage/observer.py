@@ -10,8 +10,8 @@ from raysim.simulation.events import Round
 class MyObserver(Observer):
     """An observer that finds the round with the highest value of a column of the history.
 
-    It writes the number of this round and the value into best.txt. `raysim.Observer` lists all
-    functions that an observer can have.
+    It writes this round's number and the value into best.txt. `raysim.Observer` lists the functions
+    of observers.
     column: the name of the column.
     """
 
