@@ -58,13 +58,12 @@ def test_fedexp_squared_norm_equals_that_of_numpy_for_any_array_length(size: int
 
 
 class Watch(Method):
-    """A method that stores the inputs and results of every server step.
+    """A method, the last of the list, that stores inputs and results of every server step.
 
-    It must be the last method of the list.
     vectors: the initial model, then the model after each step.
     steps: for each step, the updates [M, shared] and weights [M] of M clients, and FedExP's step
     size.
-    directions: the vector that each step adds to the model.
+    directions: what each step adds to the model.
     """
 
     name = "watch"

@@ -66,9 +66,8 @@ def population(clients: int = 4) -> FederatedData:
 
 
 class Watch(Method):
-    """A method that stores the parameters at the start and at the end of each job.
+    """A method, after PartialFed in the list, that stores parameters at each job's start and end.
 
-    It must stand after PartialFed in the list of methods.
     started: for each job, the number of the client's earlier jobs, the shared parameters,
     `LocalJob.start`, and BatchNorm's counters.
     ended: the trained parameters, by client and number of earlier jobs.

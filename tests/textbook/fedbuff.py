@@ -48,8 +48,8 @@ def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -
 
     exponent: an update of staleness s has the weight (1 + s)^-exponent, times the client's samples
     if the run weighs by samples.
-    normalization: the sum's divisor: the number of updates ("count"), the sum of the weights
-    ("weights") or 1 ("none").
+    normalization: "count" divides the sum by the number of updates, "weights" by the sum of the
+    weights.
     """
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
     return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))

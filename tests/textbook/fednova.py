@@ -18,7 +18,7 @@ def fednova(world: World, mu: float = 0.0) -> Book:
 
     D_i: the update of client i. p_i: the client's normalised weight. a_i: the client's effective
     number of steps.
-    mu: the weight of a proximal term in the local loss; 0 with momentum.
+    mu: the weight of a proximal term in the local loss; it must be 0 if clients use momentum.
     """
     rho = world.local.momentum
     assert not (mu and rho), "the paper has a closed form for one of them"

@@ -284,7 +284,7 @@ class Map:
 
         Quick tests are from the files closest to the mutant's file. The second list begins with the
         tests most likely to notice the mutant. Empty lists are left out.
-        cap: the second list's largest CPU time in seconds; 0 for no limit.
+        cap: the CPU seconds of the second list; 0 for no limit.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)

@@ -55,7 +55,7 @@ class Mutant:
     """One change of one file: `new` replaces the bytes from `start` to `end`.
 
     lines: the first and last line of the changed statement.
-    scopes: the first and last line of each enclosing function or class, innermost first.
+    scopes: these lines of each enclosing function or class, innermost first.
     label: the change in words, by which it is found if lines move.
     """
 
