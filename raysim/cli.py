@@ -1,6 +1,5 @@
 """Implement the command `raysim`: run, study, sweep, submit, fetch, methods, new, ...
 
-This module parses the arguments, calls the code of the command, and prints.
 Exit status: 0 done, 1 a run failed or the output cannot be written, 2 refused (one sentence on
 stderr), 130 interrupted. `raysim submit` has the exit status of the job.
 """
@@ -357,7 +356,7 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
     """Return the override that the user probably meant by an unknown flag.
 
     For "--round 5" this is "rounds=5". Return "" if no key is similar.
-    arguments: the parsed arguments, which say whether the command takes overrides.
+    arguments: tell if the command takes overrides.
     argv: all arguments as the user wrote them.
     """
     if not hasattr(arguments, "overrides"):

@@ -146,9 +146,9 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    Warn about a method that overrides no hook, keeps the default weighting and pools no data. Warn
-    about a public function that nothing in its class calls, if its name is almost that of a hook
-    that the method does not override.
+    Such a method overrides no hook, keeps the default weighting and pools no data. Or it has a
+    public function that its class never calls, and whose name is almost that of a hook it does not
+    override.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
@@ -338,8 +338,8 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError if a method does not fit the method that declares `run.train`.
 
-    A method must not change raysim's training steps or keep the state of raysim's optimizer. If the
-    model has no gradients or no parameters, a method must not need them.
+    Such a method changes raysim's training steps, keeps the state of raysim's optimizer, or needs
+    gradients or parameters that the model lacks.
     """
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:

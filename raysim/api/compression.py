@@ -62,11 +62,10 @@ class Exchange(NamedTuple):
 class Compressor(Method):
     """An encoder that makes the updates of clients or the steps of the server smaller.
 
-    A subclass sets `name` and overrides `words`, `encode` and `decode`. Its constructor passes
-    `direction` and `feedback` to this constructor.
+    A subclass sets `name` and overrides `words`, `encode` and `decode`. It passes `direction` and
+    `feedback` to this constructor.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
-    feedback: the algorithm of error feedback: "none", "ef21" or "ef14" (see
-    `raysim.api.compression`).
+    feedback: the algorithm of error feedback in `raysim.api.compression`: "none", "ef21" or "ef14".
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
@@ -83,8 +82,7 @@ class Compressor(Method):
 
         values: float32 [layout.trained] on the CPU, finite; do not change them.
         key: a random number below 2^63, a new one for each message.
-        kept: the tensor from `keep` after the sender's last message, or from `initial` before the
-        first message.
+        kept: the result of `keep` for the sender's last message, or of `initial` before the first.
         """
         raise NotImplementedError
 
@@ -103,8 +101,8 @@ class Compressor(Method):
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
         """Return the tensor that the sender keeps from a message, to encode its next message.
 
-        `encode` gets this tensor as `kept`. It is empty by default. A subclass that overrides this
-        function must also override `initial`, for the first message.
+        `encode` gets this tensor as `kept`. It is empty by default. A subclass that overrides
+        `keep` must also override `initial`, which returns the tensor for the first message.
         message: the message that was just sent, uint32 [words].
         """
         return torch.empty(0)
@@ -167,9 +165,9 @@ class Compressor(Method):
     def _message(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Call `encode`; return the message as an array that shares no storage with `values`.
 
-        values: [layout.trained], the vector to encode, on any device.
+        values: [layout.trained], on any device.
         key, kept: the arguments of `encode`.
-        Raise ValueError if the message does not have the size that `words` returns.
+        Raise ValueError if the message has not the size that `words` returns.
         """
         sent = values.to("cpu", torch.float32)
         message = self.encode(sent, layout, key, kept)
@@ -213,8 +211,8 @@ class Compressor(Method):
     def setup(self, run: Setup) -> None:
         """Declare this compressor, and the state that senders keep from one message to the next.
 
-        The state is the memory m of error feedback, and the tensor that `keep` returns. It is
-        client state if clients compress, and server state if the server compresses.
+        The state is the memory m of error feedback, and the result of `keep`: client state if
+        clients compress, server state if the server compresses.
         """
         run.compress(self)
         run.needs_clients("it compresses what clients send and receive")

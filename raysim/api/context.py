@@ -1,7 +1,7 @@
 """The data of a job while it trains: its batches, the model's outputs, and its worker.
 
-The training loop uses a `Context`. Hooks get a `LocalJob` with the short names of their method:
-`job.state["control"]` of SCAFFOLD is the entry "scaffold.control" of `Context.state`.
+The training loop uses a `Context`, hooks use a `LocalJob` with short names. SCAFFOLD's
+`job.state["control"]` is `Context.state["scaffold.control"]`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Plan:
     """The batches of one job, decided before its first step.
 
-    positions: int64 [sum of sizes], the samples of all batches, one batch after another. A position
-    is an index in the client's list of training samples.
+    positions: int64 [sum of sizes], for all batches in turn the indices in the client's list of
+    training samples.
     sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
     """
@@ -54,10 +54,10 @@ class Plan:
 class WorkerView(Protocol):
     """The attributes and functions of a worker that a job uses during training.
 
-    local: the settings `local.*` of local training.
+    local: the settings `local.*`.
     partition: the positions of each client's training samples in the data set.
     labels: the labels of all rows of the data set.
-    statistics_layers: the BatchNorm layers of all networks, which have running statistics.
+    statistics_layers: the BatchNorm layers of all networks that have running statistics.
     """
 
     task: Task
@@ -122,9 +122,9 @@ class Batch:
     def add_rows(self, method: str, inputs: Tensor) -> None:
         """Pass more inputs through the model, in the same forward pass as the batch.
 
-        method: the name of the method that adds the inputs.
-        inputs: [R, ...], any number R of inputs. In the hook `loss`, `out.rows(method)` returns
-        their features [R, F].
+        method: the name of the method.
+        inputs: [R, ...], with any R. In the hook `loss`, `out.rows(method)` returns their features
+        [R, F].
         """
         self.rows = {**(self.rows or {}), method: inputs}
 
@@ -249,8 +249,8 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name of your choice. Calls of a job with the same name return the same copies.
-        values: the vector [layout.total] to load, always the same for a name. None means the
+        name: your choice. Calls of a job with the same name return the same copies.
+        values: the vector [layout.total] to load, always the same for a name; None for the
         parameters from which training started.
         """
         return self.trainer.frozen(self, name, values)
@@ -300,7 +300,7 @@ class Outputs:
     """Features and outputs for one batch, for the hook `loss`.
 
     They come from the model that the job trains, and from the model from which the training
-    started. Each value is computed at its first use and then stored for all methods.
+    started. Each value is computed once for all methods, at its first use.
     """
 
     __slots__ = ("_kept", "batch", "ctx")

@@ -105,9 +105,8 @@ class Task:
     def metric(self) -> MetricRule:
         """The main metric of the task, such as accuracy.
 
-        The scores of this metric decide the best round of a run and the best trial of a sweep. A
-        run also reports the round in which the scores first reach each value of the setting
-        `thresholds`.
+        Its scores decide the best round of a run and the best trial of a sweep. A run reports the
+        round in which they first reach each value of the setting `thresholds`.
         """
         return self.metrics[0]
 
@@ -415,9 +414,9 @@ class Local:
     def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
         """Return the learning rate that `local.schedule` gives, without warm-up and `lr_decay`.
 
-        All arguments count model versions with `schedule_over="rounds"`, and steps of a job with
-        `schedule_over="steps"`.
-        time: the number of the version or step, from 0.
+        All arguments count model versions with `schedule_over="rounds"`, and a job's steps with
+        "steps".
+        time: the current version or step, from 0.
         end: the version or step at which "cosine" and "linear" end.
         warmup: the length of the warm-up, after which "cosine" and "linear" begin.
         """
@@ -435,8 +434,8 @@ class Local:
     def budget(self, samples: int) -> float:
         """Return how many samples a job trains on, summed over all of its epochs or steps.
 
-        A job may train on fewer samples if a method selects samples, or if the last batch of a pass
-        is smaller or left out.
+        The true number is smaller if a method selects samples, or if the last batch of a pass is
+        small or left out.
         samples: the number of the client's training samples.
         """
         if self.epochs:
@@ -462,7 +461,7 @@ class RunFacts:
     local: the settings `local.*`.
     layout: the position of each tensor in the flat vector.
     clients_with_samples: how many clients have training samples.
-    filled_hooks: the names of the hooks that at least one method of the run overrides.
+    filled_hooks: the names of the hooks that the run's methods override.
     """
 
     task: Task

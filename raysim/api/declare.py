@@ -44,9 +44,9 @@ class RunSettingsForMethods:
 class Declarations:
     """The declarations of all methods of a run, with the networks and the layout of the run.
 
-    networks: "model", and each network of a method by its full name "method.name".
+    networks: "model", and each network of a method as "method.name".
     layout: the position of each tensor of the networks in the flat vector.
-    methods: the declarations of each method, in the order of the run's list.
+    methods: the declarations of each method, in list order.
     """
 
     task: Task
@@ -57,9 +57,9 @@ class Declarations:
     def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
         """Return the methods that override a hook, in list order, each with its function.
 
-        An entry is a pair: the method's declarations and its function for the hook. Methods that
-        skip the hook (`Setup.skip`) are left out.
-        hook: the name of the hook, such as "loss".
+        A pair has the method's declarations and its function for the hook. Methods that skip the
+        hook (`Setup.skip`) are left out.
+        hook: such as "loss".
         """
         return [
             (declared, declared.hooks[hook]) for declared in self.methods if declared.has_hook(hook)
@@ -85,8 +85,8 @@ class Declarations:
     def declarer(self, fact: str) -> MethodDeclaration | None:
         """Return the declarations of the method that set an attribute; None without one.
 
-        fact: the name of an attribute of `MethodDeclaration`, such as "stages" or "train", that at
-        most one method of a run may set. It is set if it is not None.
+        fact: an attribute of `MethodDeclaration` that at most one method may set, such as "stages"
+        or "train". It is None if it is not set.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
@@ -204,7 +204,7 @@ def declare(
     """Call `setup` of each method and return the declarations.
 
     The coordinator and each worker get equal results. A method's networks do not depend on the
-    other methods, because torch's generator is seeded for each method.
+    other methods.
     Raise ValueError if the methods do not fit each other, the data or the model.
     """
     has_features = is_split(model)

@@ -12,9 +12,9 @@ class Entries(MutableMapping[str, V], Generic[V]):
     """A view of the entries of one method in a dictionary that all methods share.
 
     `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`.
-    owner: the object that has the shared dictionary.
-    attribute: the name of the owner's attribute with the dictionary. The owner may replace the
-    dictionary later.
+    owner: the object that has the dictionary.
+    attribute: the owner's attribute with the dictionary; the owner may replace the dictionary
+    later.
     method: the name of the method.
     """
 

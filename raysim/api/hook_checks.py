@@ -53,7 +53,7 @@ def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
     """Return `value`, the result of a hook. Raise HookError if its type is not `kind`.
 
     kind: a type, or a tuple of types, as for `isinstance`.
-    method, hook: the names of the method and of the hook, for the error.
+    method, hook: names for the error.
     instead: the words of the error that say what to return.
     """
     if not isinstance(value, kind):
@@ -64,9 +64,9 @@ def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
 def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
     """Return the random tensors of a job. Raise HookError unless there is one for each step.
 
-    values: the result of the function that the method passed to `Setup.draw`.
+    values: the result of a method's function for `Setup.draw`.
     method, name: the names of the method and of the tensors, for the error.
-    steps: the number of steps of the job.
+    steps: the number of the job's steps.
     """
     hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
     tensors: Sequence[Tensor] = check_type(values, (Sequence, Tensor), method, hook, instead)
@@ -93,7 +93,7 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
 def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
     """Return the vector that a hook returned. Raise HookError if its size is not allowed.
 
-    method, hook: the names of the method and of the hook, for the error.
+    method, hook: names for the error.
     sizes: the allowed numbers of entries, by name, such as {"layout.trained": 80}.
     """
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
@@ -139,8 +139,8 @@ def check_metrics(metrics: Any, method: str) -> dict[str, float]:
     """Return the metrics of a set of samples as a dictionary from names to floats.
 
     Raise HookError if `metrics` is not a mapping, or if a value is not a number.
-    metrics: the result of the function that the method passed to `Setup.evaluate`.
-    method: the name of the method, for the error.
+    metrics: the result of a method's function for `Setup.evaluate`.
+    method: the method's name, for the error.
     """
     if not isinstance(metrics, Mapping):
         raise _wrong(metrics, method, "evaluate", "a dictionary of numbers")
@@ -175,8 +175,8 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
     """Raise HookError if a job has removed or added an entry of its client state.
 
     state: the client state at the end of the job, by "method.name".
-    before: the names of the entries when the job began; all must still be in `state`.
-    names: the names that methods have declared. Only entries with these names may be added.
+    before: the names of the entries at the job's start. None may be missing.
+    names: the names that methods have declared. Only these may be added.
     """
     for name in state:
         if name not in before and name not in names:
@@ -192,9 +192,8 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
     """Raise HookError if a job's uploads differ from those that methods have declared.
 
-    upload: the job's tensors, by "method.name". Each declared name must be present; no undeclared
-    name may be. A tensor must have the declared size, unless the method passed `planned` to
-    `Setup.upload`.
+    upload: tensors by "method.name". No declared name may be missing, and no other name present.
+    Sizes must be as declared, unless the method passed `planned` to `Setup.upload`.
     """
     known: set[str] = set()
     for declared in declarations.methods:
@@ -236,9 +235,9 @@ def format_error(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error as text, shortened for the user.
 
-    For an error of a user's method and for every HookError, lines of raysim's code are left out.
-    The text for a HookError has no message, because `format_error` returns the message. This text
-    is "" if no lines remain.
+    Lines of raysim's code are left out for an error of a user's method and for every HookError. For
+    a HookError, the text lacks the message, because `format_error` returns it; the text is "" if no
+    lines remain.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

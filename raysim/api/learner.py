@@ -94,9 +94,9 @@ class Learner(Method):
         """Train on a client's samples; return the new parameters, and a `LocalResult` or None.
 
         The `LocalResult` has numbers for the history, such as the training loss.
-        parameters: a copy of the version that the client received.
+        parameters: a copy of the received version.
         inputs, labels: the client's training samples, [n, ...] and [n].
-        job: has the settings, random generators and client state.
+        job: has settings, random generators and client state.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'. Define it.")
 
@@ -123,9 +123,9 @@ class Learner(Method):
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
         """Combine the updates of clients into the next version of the learner's parameters.
 
-        raysim calls this function on the server, and only if the parameters are bytes.
+        raysim calls this function on the server, only if the parameters are bytes.
         parameters: the current version.
-        updates: at least one, in the order of their arrival.
+        updates: at least one, in the order of arrival.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has parameters of type bytes and needs a function 'aggregate'. "
@@ -135,9 +135,8 @@ class Learner(Method):
     def upload_bytes(self, task: Task, received: int) -> int:
         """Estimate how many bytes a job will send to the server, `received` by default.
 
-        raysim calls this function before training, and only if the learner's parameters are bytes.
-        received: the size in bytes of the version that the job starts from, rounded up to a
-        multiple of 4.
+        raysim calls this function before training, only if the learner's parameters are bytes.
+        received: bytes of the version that the job starts from, rounded up to a multiple of 4.
         """
         return received
 
@@ -275,10 +274,10 @@ def _decode(words: Tensor) -> bytes:
 class LearnerNetwork(nn.Module):
     """A PyTorch module that holds the parameters of a learner.
 
-    Arrays of floats become parameters of the module, and all other arrays become buffers. The
-    attribute `content` has parameters that are bytes; it is None for arrays.
+    Float arrays become parameters, all other arrays buffers. Parameters that are bytes become the
+    attribute `content`, which is None for arrays.
     initial: the learner's initial parameters.
-    dtype: the type of the module's parameters, such as torch.float32.
+    dtype: the type of the module's parameters.
     outputs: the number of the learner's outputs for a sample.
     """
 
@@ -307,8 +306,8 @@ class LearnerNetwork(nn.Module):
     def _free_attribute(self, name: str) -> str:
         """Return a name for a new attribute of the module, made from the name of an array.
 
-        Each "." becomes "_". Further "_" are appended if the module already has such an attribute.
-        name: the name of the array, such as "layers:0:conv.weight".
+        Each "." becomes "_". "_" is appended while the module has an attribute of this name.
+        name: such as "layers:0:conv.weight".
         """
         attribute = name.replace(".", "_")
         while hasattr(self, attribute):

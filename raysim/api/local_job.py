@@ -213,7 +213,7 @@ class LocalJob:
         """Yield (slice, steps, rate) for each range of parameters that an optimizer has trained.
 
         `slice` is a contiguous range of the shared parameters in the flat vector. `steps` is the
-        number of optimizer steps on this range so far. `rate` is their mean learning rate.
+        number of optimizer steps on it so far, `rate` the mean learning rate of these steps.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor

@@ -1,7 +1,7 @@
 """Losses that a run can use instead of the usual loss of the task (`loss=...`).
 
-A loss is a function of outputs [B, C] and labels that returns a value for each sample, [B]. Users
-can also pass such a function to `raysim.run(loss=...)`.
+A loss maps outputs [B, C] and labels to a value for each sample, [B]. `raysim.run(loss=...)` also
+accepts a user's function.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Smoothed:
 class Focal:
     """Cross-entropy times (1 - p)^gamma, where p is the predicted probability of the label.
 
-    Well predicted samples get a small weight (Lin et al., ICCV 2017). Unlike in the paper, there
-    may be more than two classes, and classes have no weights.
+    Well predicted samples get a small weight (Lin et al., ICCV 2017). Departures: there may be more
+    than two classes, and classes have no weights.
     gamma: the exponent, at least 1.
     """
 

@@ -1,8 +1,7 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
 A worker answers a `Job` with an `Update` or a `Failure`. It answers a `ScoringTask` with a
-`ScoringReport`, or with a `SetReport` if a method scores sets of samples. These messages never
-contain client state.
+`ScoringReport`, or with a `SetReport` if a method scores sets. Messages never contain client state.
 """
 
 from __future__ import annotations
@@ -141,8 +140,8 @@ class Job(NamedTuple):
     ) -> Job:
         """Return a copy of the job in which six fields have the values of the arguments.
 
-        The fields have the names of the arguments. The coordinator calls this function when it
-        dispatches the job, because the planner could not know these values.
+        The coordinator calls this function at dispatch, because the planner, which makes jobs
+        earlier, cannot know these values.
         """
         # By position, because `_replace` takes twice as long.
         return Job(
@@ -293,8 +292,8 @@ class SetReport:
     """The metrics that a method computed for a set of samples.
 
     client: the number of the client; -1 for the shared model.
-    name: the set: "client", "validation", "central", the name of a domain, or "central:" with the
-    name of a domain of the central test set.
+    name: "client", "validation", "central", a domain, or "central:DOMAIN" for a domain of the
+    central test set.
     metrics: the metrics, by name.
     """
 

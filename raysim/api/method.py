@@ -82,15 +82,14 @@ class Method:
         raysim calls this hook in each process, sometimes repeatedly. Raise ValueError for settings
         that do not fit the run.
         run: has a function for each declaration, such as `run.client_state`, and facts about the
-        run, such as the number of clients.
+        run.
         """
 
     def cost(self, job: Participation) -> float:
         """Return the method's additional cost in a job, as a number of samples.
 
-        The forward and backward pass of a sample costs 1, a forward pass alone 1/3
-        (`raysim.api.declarations.FORWARD`). raysim calls this hook at dispatch, so the cost cannot
-        depend on training.
+        A forward and a backward pass cost 1, a forward pass alone 1/3
+        (`raysim.api.declarations.FORWARD`). raysim needs the cost at dispatch, before training.
         """
         return 0.0
 
@@ -104,9 +103,8 @@ class Method:
     def prepare(self, job: LocalJob) -> None:
         """Prepare a job after its batches are planned (`job.plan`), before its first step.
 
-        raysim calls `begin` of all methods first. The hook may write to `job.state` and
-        `job.scratch`. It must not change the model, of which `job.frozen()` may already have a
-        copy.
+        raysim calls `begin` of all methods first. Write only to `job.state` and `job.scratch`. Do
+        not change the model, because `job.frozen()` may already have copied it.
         """
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
@@ -117,8 +115,8 @@ class Method:
         """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
         raysim calls this hook in stages with the task loss.
-        out: the features and the outputs (logits) of the model for the batch.
-        loss: the task loss plus the terms of earlier methods in the list, a scalar.
+        out: the model's features and outputs (logits) for the batch.
+        loss: the task loss plus the terms of earlier methods, a scalar.
         """
         return loss
 
@@ -167,9 +165,9 @@ class Method:
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Combine all updates to one direction [layout.trained]; only one method may do so.
 
-        The default is the weighted mean of the updates. Float buffers, such as BatchNorm's
-        statistics, are averaged. To replace this average too, return a vector [layout.shared], in
-        which the buffers come after the parameters.
+        The default is the updates' weighted mean. Float buffers, such as BatchNorm's statistics,
+        are averaged, unless this hook returns a vector [layout.shared], in which they come after
+        the parameters.
         """
         raise NotImplementedError
 

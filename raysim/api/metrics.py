@@ -131,9 +131,9 @@ class SampleScores:
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return a score for each of B samples, [B].
 
-        outputs, labels: [B, ...], the outputs of the model and the labels of the samples.
         If the user's function returns several values for a sample, the score is their mean. Raise
-        ValueError if the function does not return at least one value for each sample.
+        ValueError if it does not return at least one value for each sample.
+        outputs, labels: [B, ...].
         """
         values = torch.as_tensor(self.function(outputs, labels))
         if not values.ndim or len(values) != len(outputs):
@@ -172,8 +172,8 @@ def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str)
     """Turn any error inside `with` into a ValueError with the metric's name and inputs' shapes.
 
     The code inside `with` calls a user's metric, without gradients.
-    outputs, labels: the arguments of the metric.
-    advice: the last sentence of the error, which says what to do.
+    outputs, labels: the metric's arguments.
+    advice: the error's last sentence, which says what to do.
     """
     try:
         with torch.no_grad():
@@ -222,9 +222,8 @@ def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] |
 class ScoresOfRows:
     """The scores of each sample in a set, collected batch by batch.
 
-    For a metric that needs the whole set, outputs and labels are collected instead.
-    metrics: the metrics. `MetricRule.rows` is the function for the score of a sample, or None if
-    the metric needs the whole set.
+    For a metric that needs the whole set (`MetricRule.rows` is None), outputs and labels are
+    collected instead.
     """
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
@@ -236,8 +235,8 @@ class ScoresOfRows:
     def add(self, outputs: Tensor, labels: Tensor) -> None:
         """Compute the scores of the samples of a batch, and append them to the collected scores.
 
-        For a metric that needs the whole set, append the outputs and labels instead.
-        outputs, labels: [B, ...], the outputs of the model and the labels of the samples.
+        For a metric that needs the whole set, append outputs and labels instead.
+        outputs, labels: [B, ...], the model's outputs and the samples' labels.
         """
         for function, parts in zip(self._functions, self._parts, strict=True):
             if function is None:

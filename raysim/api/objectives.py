@@ -25,7 +25,7 @@ def mean_loss(losses: np.ndarray) -> float:
     """Return the mean of the losses in a `ScoringReport`.
 
     losses: [n], a loss for each sample; or [n, 2], the sum of the losses of a sample's labels and
-    the number of these labels. The mean is then over all labels, and nan without labels.
+    their number. The mean is then over all labels; nan without labels.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 
@@ -153,9 +153,8 @@ def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return each sample's cross-entropy, summed over its tokens, and its number of tokens.
 
-    The result is float64 [B, 2]: sums, then numbers. Tokens with the value `IGNORED` count in
-    neither column.
-    outputs: [B, C, T], for each of T positions the logits of C tokens.
+    The result is float64 [B, 2]. `IGNORED` tokens count in neither column.
+    outputs: [B, C, T], the logits of C tokens at T positions.
     labels: [B, T], the token at each position.
     """
     sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
@@ -165,8 +164,8 @@ def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample the number of correctly predicted tokens and of all tokens, [B, 2].
 
-    Tokens with the value `IGNORED` count in neither number.
-    outputs: [B, C, T], for each of T positions the logits of C tokens.
+    `IGNORED` tokens count in neither number.
+    outputs: [B, C, T], the logits of C tokens at T positions.
     labels: [B, T], the token at each position.
     """
     is_counted = labels != IGNORED
@@ -229,9 +228,8 @@ def position_accuracy(counts: np.ndarray) -> float:
 def mean_iou(counts: np.ndarray) -> float:
     """Return the intersection over union (Jaccard index), averaged over the classes.
 
+    Classes that are neither labelled nor predicted anywhere are left out; nan if none remains.
     counts: [n, 3, C], the counts that `class_counts` returns for n samples.
-    Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
-    nan without classes.
     """
     right, predicted, labelled = counts.sum(axis=0)
     union = predicted + labelled - right
@@ -287,10 +285,9 @@ def label_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
 def class_f1(pairs: np.ndarray) -> float:
     """Return the mean over the classes of F1 = 2 TP / (2 TP + FP + FN).
 
-    TP, FP and FN are a class's numbers of true positives, false positives and false negatives.
-    Classes without labels and predictions are left out, as in scikit-learn's
-    `f1_score(average="macro")`.
-    pairs: int [n, 2], the label and the predicted class of each sample (`label_pairs`).
+    TP, FP and FN count a class's true positives, false positives and false negatives. As in
+    scikit-learn, classes that are neither labelled nor predicted are left out.
+    pairs: int [n, 2], the label and the predicted class of each sample.
     """
     labels, predicted = pairs[:, 0], pairs[:, 1]
     classes = int(pairs.max()) + 1
@@ -302,9 +299,9 @@ def class_f1(pairs: np.ndarray) -> float:
 def class_auroc(rows: np.ndarray) -> float:
     """Return the mean over the classes of the area under the ROC curve.
 
-    A class's curve compares the samples of this class with all other samples. Classes that all
-    samples or no sample has are left out. The result is nan without classes.
-    rows: n samples as `SetRows` stores them, with the fields "outputs" [n, C] and "labels" [n].
+    Each class is compared with all other classes. Classes that all samples or no sample has are
+    left out; nan if none remains.
+    rows: n samples from `SetRows`, with the fields "outputs" [n, C] and "labels" [n].
     """
     outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
     is_class = rows["labels"][:, None] == np.arange(outputs.shape[1])
@@ -314,9 +311,8 @@ def class_auroc(rows: np.ndarray) -> float:
 def label_auroc(rows: np.ndarray) -> float:
     """Return the area under the ROC curve, averaged over the labels of a multi-label task.
 
-    Labels that all samples or no sample has are left out. The result is nan without labels.
-    rows: n samples as `SetRows` stores them, with the fields "outputs" and "labels", both [n,
-    number of labels].
+    Labels that all samples or no sample has are left out; nan if none remains.
+    rows: n samples from `SetRows`: "outputs" [n, L] and "labels" [n, L] for L labels.
     """
     return _mean_area(rows["outputs"], rows["labels"] > 0)
 
@@ -324,10 +320,9 @@ def label_auroc(rows: np.ndarray) -> float:
 def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
     """Return the area under the ROC curve, averaged over the columns of `scores`.
 
-    Columns in which all samples are positive or all are negative are left out. The result is nan
-    without columns.
+    Columns in which all samples or none are positive are left out; nan if no column remains.
     scores: [n, C], for n samples.
-    is_positive: bool [n, C], True where a sample is positive.
+    is_positive: bool [n, C].
     """
     positives = is_positive.sum(axis=0)
     negatives = len(is_positive) - positives
@@ -347,8 +342,8 @@ def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return a code from 0 to 3 for each sample and label: uint8 [B, L].
 
     The code is 2 if the sample has the label, else 0, plus 1 if the label is predicted.
-    outputs: [B, L]; a label is predicted if its output is positive.
-    labels: [B, L]; a sample has a label if the entry is positive.
+    outputs: [B, L], positive for predicted labels.
+    labels: [B, L], positive for labels that a sample has.
     """
     return 2 * (labels > 0).to(torch.uint8) + (outputs > 0).to(torch.uint8)
 
@@ -356,9 +351,9 @@ def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
 def macro_f1(codes: np.ndarray) -> float:
     """Return the mean over the labels of F1 = 2 TP / (2 TP + FP + FN).
 
-    TP, FP and FN are a label's numbers of true positives, false positives and false negatives. F1
-    is 0 for a label that no sample has and that is never predicted.
-    codes: [n, L], the result of `label_codes` for n samples and L labels.
+    TP, FP and FN count a label's true positives, false positives and false negatives. F1 is 0 for a
+    label that no sample has and that is never predicted.
+    codes: [n, L], from `label_codes`, for n samples and L labels.
     """
     right = (codes == 3).sum(0)
     present_or_predicted = (codes & 1).sum(0, dtype=np.int64) + (codes >> 1).sum(0, dtype=np.int64)
@@ -368,9 +363,9 @@ def macro_f1(codes: np.ndarray) -> float:
 def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the F1 score [B] of each sample over its labels; 0 for a sample without labels.
 
-    The mean of the result equals scikit-learn's `f1_score(average="samples")`.
-    outputs: [B, L]; a label is predicted if its output is positive.
-    labels: [B, L]; a sample has a label if the entry is positive.
+    The mean equals scikit-learn's `f1_score(average="samples")`.
+    outputs: [B, L], positive for predicted labels.
+    labels: [B, L], positive for labels that a sample has.
     """
     predicted = outputs > 0
     present = labels > 0

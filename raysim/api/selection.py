@@ -1,7 +1,7 @@
 """Define selection rules, which choose the clients to dispatch, and the data for them.
 
-A rule must remember only what is in `SelectionView.state`, and its choice must depend only on its
-argument. Otherwise the bits of a run depend on the number of workers, and on stopping and resuming.
+A rule must remember only `SelectionView.state`, and depend only on its argument. Otherwise results
+depend on the number of workers, and on stops and resumes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def draw_weighted(
 
     Each draw takes one of the remaining clients with a probability in proportion to its weight.
     Clients of weight 0 come last, in the order of `clients`.
-    clients: int64 [n], the clients to draw from.
+    clients: int64 [n].
     weights: [n], at least 0.
-    count: the number of clients to draw; if it is above n, all are drawn.
+    count: the number of draws; all clients if above n.
     """
     # The order of independent exponential times has the distribution of such draws.
     times = generator.standard_exponential(len(clients))
@@ -162,16 +162,16 @@ class SelectionView:
     def expected_seconds(self) -> Floats:
         """The expected virtual seconds of a job of each client in `clients`, float64 [n].
 
-        The time covers receiving the model, training and sending the update. The fleet estimates it
-        for a client's first job, which need not have happened. The value does not change later.
+        A job receives the model, trains and sends the update. The estimate is that for a client's
+        first job, so clients without a job so far have one, too.
         """
         return self.estimate_seconds()[self.clients]
 
     def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
         """Return the virtual seconds that each client needs to send its update, float64.
 
-        These seconds are a part of `expected_seconds`. All values are 0 if the fleet only knows the
-        duration of a whole job.
+        `expected_seconds` contains these seconds. They are 0 if the fleet only knows the duration
+        of a whole job.
         clients: the numbers of clients.
         """
         return self.estimate_sending([int(client) for client in clients])
@@ -184,9 +184,9 @@ class SelectionView:
     def draw(self, count: int, weights: np.ndarray | None = None) -> Ints:
         """Draw idle, available clients without replacement, int64, in the order of the draw.
 
-        count: the number of clients; if fewer are idle, all of them are returned.
-        weights: [n], at least 0. Each draw takes one of the remaining clients with a probability in
-        proportion to its weight; clients of weight 0 come last. None means equal probabilities.
+        count: the number of clients; if fewer are idle, all are returned.
+        weights: [n], at least 0. Probabilities are in proportion to the weights of the remaining
+        clients; weight 0 comes last. None means equal probabilities.
         """
         clients = self.clients
         if weights is None:
@@ -245,8 +245,8 @@ class Selection:
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
         """Return the clients to dispatch: at most `view.count` of `view.clients`, each once.
 
-        raysim calls this function when a client is idle and available, and again later if fewer
-        than `view.count` are returned. At least one must be returned if no job is in flight.
+        Return at least one client if no job is in flight. raysim calls this function when a client
+        is idle and available; after fewer than `view.count` clients, it calls again later.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'select'. Define it in this class."

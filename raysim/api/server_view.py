@@ -86,9 +86,9 @@ class Aggregation:
 class ServerView:
     """The server's data, as the hooks of one method see them.
 
-    A method may change only the entries of two attributes:
-    state: the method's server state, which checkpoints contain: tensors by the names that were
-    passed to `Setup.server_state`.
+    Hooks may change only the entries of these attributes:
+    state: the method's server state: tensors by the names in `Setup.server_state`. Checkpoints
+    contain them.
     report: numbers for this aggregation's row of the history, by name.
     """
 
@@ -142,9 +142,8 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        With several replicas, the entry is 0 for a client that another replica than this one
-        serves. If each client stores its own replica, as with gossip, all entries are the true
-        numbers.
+        With several replicas, the entry of a client that this replica does not serve is 0. If each
+        client stores its own replica, as with gossip, all entries are the true numbers.
         """
         return self._server.counts  # type: ignore[no-any-return]
 

@@ -86,8 +86,8 @@ class Send:
 class Omission:
     """A declaration that some jobs do not receive or send the whole model, see `Setup.omit`.
 
-    down, up: functions of a job that return how many floats of the model its client does not
-    receive (down) or does not send (up).
+    down: returns how many floats of the model a job's client does not receive.
+    up: returns how many it does not send.
     """
 
     down: Callable[[Participation], int]
@@ -182,9 +182,9 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        This is true if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh`,
-        `absorb`, or `step` without `Setup.owns("step")`. The hook `combine` and
-        `Setup.change_updates` are not considered.
+        It can if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh`, `absorb`,
+        or `step` without `Setup.owns("step")`. `combine` and `Setup.change_updates` are not
+        considered.
         """
         if self.contribute is not None or self.uploads:
             return True
@@ -308,17 +308,17 @@ class Setup:
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
         """Call `check(run)` after all methods have made their declarations.
 
-        `check` returns a list of warnings, or raises ValueError. Its argument is a
-        `raysim.api.declare.Declarations`: `run.layout` has the position of each tensor,
-        `run.networks` all networks, and `run.methods` the declarations of each method.
+        `check` returns a list of warnings, or raises ValueError. `run` is a
+        `raysim.api.declare.Declarations` with all networks, the layout and the declarations of each
+        method.
         """
         self.declared.checks.append(check)
 
     def warn_if_single(self, effect: str) -> None:
         """Warn if each aggregation of the run has only one update.
 
-        Call this function in a method that compares the updates of an aggregation with each other.
-        effect: the consequence that the warning names, for example "it does what FedAvg does".
+        Call this function in a method that compares the updates of an aggregation.
+        effect: the consequence that the warning names, such as "it does what FedAvg does".
         """
         if self.max_updates > 1:
             return
@@ -344,8 +344,7 @@ class Setup:
     def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
         """Warn at most once during the run, with a text that depends on a row of the history.
 
-        text: function that raysim calls for each row of the history. It returns the warning, or ""
-        for none. Only the first warning is shown.
+        text: called for each row of the history; returns a warning, or "" for none.
         """
         self.declared.round_warnings.append(RoundWarning(text))
 
@@ -363,7 +362,7 @@ class Setup:
         """Keep tensors on the client instead of sending and averaging them.
 
         names: full names such as "model.bn1.weight". If they depend on networks of later methods,
-        pass a function that maps all networks of the run, by name, to these names.
+        pass a function that maps the dictionary of all networks to the names.
         """
         if callable(names):
             self.declared.late_private_parameters.append(names)
@@ -373,8 +372,8 @@ class Setup:
     def fixed_parameters(self, names: Sequence[str]) -> None:
         """Freeze parameters, such as "model.head.weight", at their initial values on all clients.
 
-        These parameters are not sent, and clients do not store them. A stage that trains one raises
-        ValueError. Fine-tuning before a score may change them in the scored model.
+        They are not sent, and clients do not store them. A stage that trains one raises ValueError.
+        Fine-tuning before a score may change them in the scored model.
         """
         self.declared.private_parameters.extend(names)
         self.declared.fixed_parameters.extend(names)
@@ -394,9 +393,8 @@ class Setup:
     def _check_new(self, name: str, kind: str, declared: Mapping[str, object]) -> None:
         """Raise ValueError if the method has already declared a state of this name.
 
-        kind: the name of the `Setup` function that declares the state, such as "server_state", for
-        the error.
-        declared: the states that the method has declared so far with this function, by name.
+        kind: the name of the `Setup` function that declares the state, such as "server_state".
+        declared: the states that the method has declared with this function, by name.
         """
         if name in declared:
             raise ValueError(
@@ -479,9 +477,8 @@ class Setup:
     ) -> None:
         """Count fewer floats of the model for jobs whose clients do not need the whole model.
 
-        down(job) returns how many floats of the model the client does not receive. up(job) returns
-        how many it does not send. The method must make sure that the job uses none of the omitted
-        floats.
+        down(job) returns how many floats the client does not receive, up(job) how many it does not
+        send. The method must make sure that the job uses none of these floats.
         """
         self.declared.omissions.append(Omission(down, up))
 
@@ -513,11 +510,9 @@ class Setup:
     ) -> None:
         """Collect arrays from all clients before round 0.
 
-        client: function that is called for each client with samples. It returns the client's arrays
-        by name.
-        server: function that is then called once. The first argument maps each name to the list of
-        the clients' arrays, ordered by client number. The second argument is this method's
-        ServerView.
+        client: function that returns the arrays of a client with samples, by name.
+        server: function that is then called once. It gets, for each name, the list of the clients'
+        arrays, ordered by client number, and this method's ServerView.
         """
         self.declared.contribute = client
         self.declared.assemble = server
@@ -539,8 +534,8 @@ class Setup:
         """Return zeros [layout.trained]: the initial value of a client state or server state.
 
         Pass this function itself: `run.client_state("control", run.zeros)`.
-        at: for client state, a number of samples; the zeros are on the CPU. For server state, the
-        server; the zeros have the device and dtype of its parameters.
+        at: a number of samples for client state (zeros on the CPU); the server for server state
+        (zeros with its device and dtype).
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -549,8 +544,8 @@ class Setup:
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
         """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) receives and returns a list with an entry for each job of an
-        aggregation, in the same order: an `Update`, or a `Failure` if the job failed.
+        change(arrivals, server) gets and returns a list with an `Update`, or a `Failure` if the job
+        failed, for each job of an aggregation, in the same order.
         """
         self.declared.change_updates = change
 
@@ -573,9 +568,8 @@ class Setup:
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
         """Train with other labels than those of the data.
 
-        change(labels) receives and returns the labels [n] of all n rows of the data set. It must
-        not change labels of test and validation samples, because raysim computes scores with the
-        returned labels.
+        change(labels) gets and returns the labels [n] of all n rows of the data set. It must keep
+        the labels of test and validation samples, because scores use the returned labels.
         """
         self.declared.change_labels = change
 
@@ -597,9 +591,9 @@ class Setup:
     def evaluate(self, evaluate: Callable[[ScoredModel], Mapping[str, float]]) -> None:
         """Score sets of samples with `evaluate(model)`; only one method of a list may do so.
 
-        raysim calls it for the test and validation samples of each scored client, the central test
-        set and each domain, and computes no metrics itself. It returns numbers by name, which
-        should include the run's metric (`evaluate.metric`).
+        The sets are the test and validation samples of each scored client, the central test set and
+        each domain. The function replaces all metrics. It returns numbers by name, which should
+        include `evaluate.metric`.
         """
         self.declared.evaluate = evaluate
 
@@ -615,9 +609,9 @@ class Setup:
     def select(self, choose: Callable[[LocalJob, int, int], np.ndarray | None]) -> None:
         """Choose the samples of each epoch; only one method of a list may do so.
 
-        choose(job, epoch, epochs) is called for epoch 1, 2, ..., epochs. It returns positions
-        (int64) in the client's samples. None for epoch 1 means all samples in all epochs. With
-        `local.steps`, a job has `local.phases` parts that count as epochs.
+        choose(job, epoch, epochs) is called for epochs 1 to `epochs`. It returns positions (int64)
+        in the client's samples; None for epoch 1 means all samples in all epochs. With
+        `local.steps`, each of a job's `local.phases` parts is an epoch.
         """
         self.declared.select = choose
 
@@ -626,19 +620,18 @@ class Setup:
     ) -> None:
         """Declare random tensors, one for each step of a job; raysim draws them for every job.
 
-        name: a name of your choice. In step i = 0, 1, ..., hooks get tensor i from
-        `job.drawn(name)`.
-        draw: function that raysim calls as draw(job, generator) before a job's first step. It
-        returns a sequence of `job.plan.steps` tensors.
+        name: your choice. In step i = 0, 1, ..., `job.drawn(name)` is tensor i.
+        draw: called as draw(job, generator) before a job's first step. It returns a sequence of
+        `job.plan.steps` tensors.
         """
         self.declared.draws[name] = draw
 
     def corrects(self, kind: Correction) -> None:
         """Declare what the hook `gradient` does: "add" (the default), "shift" or "mix".
 
-        "add" adds a term. "shift" adds a vector that the method keeps for the client (SCAFFOLD,
-        FedDyn). "mix" mixes the gradient with another vector (FedCM) or sets parts of it to 0
-        (FlexLoRA). The hooks of several methods are called in this order.
+        "add" adds a term. "shift" adds a vector that the method keeps for the client (SCAFFOLD).
+        "mix" mixes the gradient with another vector (FedCM) or sets parts of it to 0 (FlexLoRA).
+        Hooks of several methods are called in this order.
         """
         self.declared.correction = kind
 
@@ -653,9 +646,9 @@ class Setup:
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
         """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
-        With "loss", this method's hook `loss` is called first, and gets 0 instead of the task loss.
-        With "step", this method's hook `step` is called last, and gets the direction from the hooks
-        `step` of other methods.
+        With "loss", this method's hook `loss` is called first, and gets 0 as the loss. With "step",
+        this method's hook `step` is called last, and gets the direction from all other methods'
+        hooks.
         """
         self.declared.owned.update(hooks)
 
@@ -685,9 +678,9 @@ class Setup:
     def scores(self, vector: Callable[[ServerView], Tensor]) -> None:
         """Declare a vector that is scored in place of the parameters of the current version.
 
-        Only one method in a run's list of methods may do so.
-        vector: function that raysim calls as vector(server). It returns the vector [layout.shared],
-        such as the average of earlier versions.
+        Only one method of a list may do so.
+        vector: called as vector(server); returns the vector [layout.shared], such as the average of
+        earlier versions.
         """
         self.declared.scored = vector
 

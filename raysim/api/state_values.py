@@ -1,8 +1,7 @@
 """Convert the values of client state to named tensors and back.
 
-Client state is moved, counted and stored as tensors only. A tensor has its name in the client
-state. The name gets the key of a dictionary's entry ("fedproto.prototypes[3]"), or the type of a
-number or of bytes ("mine.count#int").
+Client state is moved, counted and stored as tensors. A tensor's name has the key of a dictionary's
+entry ("fedproto.prototypes[3]"), or the type of a number or of bytes ("mine.count#int").
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str
 class OnStructures:
     """A user's loss or metric, called with the targets as a list of dictionaries.
 
-    function: the user's function of outputs and targets. If it has an attribute `collate`, it gets
-    function.collate(targets) instead of the targets.
+    function: gets the outputs and the targets. If it has an attribute `collate`, it gets
+    function.collate(targets) instead.
     fields: the name, largest shape and type of each array of a target.
     """
 

@@ -1,8 +1,7 @@
 """Define topologies: which models the server has, and which clients train each model.
 
-A replica is one model of the server, with its server state. Each client starts from the replica
-that serves it, which also aggregates its update. In an exchange, each replica becomes a weighted
-mean of several replicas.
+A replica is one model of the server, with its server state. A client starts from its replica, into
+which its update is aggregated. In an exchange, replicas become weighted means of replicas.
 """
 
 from __future__ import annotations
@@ -243,9 +242,8 @@ class Network:
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
         """Yield the exchanges of replicas after an aggregation, one after another.
 
-        An exchange is a list of weighted means that are computed before any replica changes. With
-        `pairwise`, each of `replicas` that has a neighbour makes an exchange. Otherwise there is a
-        single exchange.
+        An exchange is a list of weighted means, all computed before a replica changes. There is one
+        exchange; with `pairwise`, one for each of `replicas` that has a neighbour.
         version: the number of the run's aggregations so far.
         replicas: the replicas with updates in the aggregation, ascending.
         """
@@ -283,8 +281,8 @@ def one_replica(clients: int) -> Network:
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
     """Return the weights of an exchange in which only some replicas take part.
 
-    Each of these replicas is replaced by a weighted mean of them. The weights of the absent
-    replicas are added to the replica's weight for itself, so that the sum is 1.
+    Each present replica becomes a weighted mean of present replicas. The weights of absent replicas
+    are added to its weight for itself, so that the sum is 1.
     mixing: the weights of all replicas.
     present: the replicas that take part.
     """

@@ -51,9 +51,8 @@ class FlowerRequest:
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
     """Parse the command line of `raysim flower run`.
 
-    words: the arguments without flags: overrides, and the folder of the app; without a folder, the
-    current one.
-    run_configs: the values of the flags --run-config, such as "lr=0.1" or the path of a TOML file.
+    words: overrides and the folder of the app; without a folder, the current folder is the app's.
+    run_configs: the values of --run-config, such as "lr=0.1" or the path of a TOML file.
     Raise `RefusedError` for wrong keys and values, and for several folders.
     """
     folders = [word for word in words if "=" not in word]
@@ -133,8 +132,8 @@ def _read_run_config(text: str) -> dict[str, Any]:
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     """Run a Flower app once for each seed, print a table of its metrics, and return 0.
 
-    words: the arguments without flags: overrides, and the folder of the app.
-    run_configs: the values of the flags --run-config.
+    words: overrides and the folder of the app.
+    run_configs: the values of --run-config.
     Raise `RefusedError` for an impossible setting, and for an app without a ClientApp or ServerApp.
     """
     request = read_request(words, run_configs)

@@ -61,9 +61,9 @@ def find_methods(
 ) -> list[MethodEntry]:
     """Return the methods that `names` selects; without names, all methods, FedAvg first.
 
-    names: values of the key `method`, such as "fedbr" or "fedld+fedavg".
+    names: values of the key `method`, such as "fedld+fedavg".
     conf: the user's own folders of options.
-    allow: the packages whose classes the options in `conf` may use.
+    allow: the packages whose classes these options may use.
     Raise `RefusedError` for a name that does not exist.
     """
     files = find_groups([*map(user_path, conf)]).files["method"]

@@ -85,9 +85,9 @@ ResultRow: TypeAlias = dict[str, Any]
 class ExecutionMode:
     """A way to execute the steps of clients.
 
-    name: the name in tables, such as "graph of lanes 10": a CUDA graph of a step that trains 10
-    clients at once.
-    lanes: the number of clients that are trained at once.
+    name: in tables, such as "graph of lanes 10" for a CUDA graph of a step that trains 10 clients
+    at once.
+    lanes: the number of clients trained at once.
     graph: True records a step as a CUDA graph and replays it.
     precision: the number format of matrix products.
     """
@@ -180,7 +180,6 @@ TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 class GpuOptions:
     """The options of `raysim bench gpu`.
 
-    device: the device that is measured, such as "cuda".
     minutes: time limit for all parts.
     seconds: duration of each speed measurement.
     parts: the measurements to make, such as "correctness" or "G1".
@@ -448,9 +447,9 @@ class UtilizationMonitor(threading.Thread):
 def _device_use(device: str) -> Iterator[ResultRow]:
     """Measure how the code inside `with` uses the device.
 
-    Yield a row whose values are set at the end of the code. "device_use" is the share of time in
-    which the GPU worked; None means unknown. "peak_bytes" is the peak memory of a GPU.
-    device: the PyTorch device, such as "cuda:0".
+    Yield a row whose values are set when the code ends: "device_use" is the share of time in which
+    the GPU worked, or None if unknown; "peak_bytes" is the GPU's peak memory.
+    device: such as "cuda:0".
     """
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
@@ -574,8 +573,8 @@ def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRo
 
     The data are on the device. PyTorch uses its default algorithms, with TF32 convolutions on a
     GPU.
-    spec: a run with the data, the model and the device.
-    workload: the training settings of the loop.
+    spec: has the data, the model and the device.
+    workload: the loop's training settings.
     seconds: duration of the measurement.
     """
     loop = PlainLoop(spec, workload)
@@ -588,12 +587,12 @@ def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRo
 
 
 def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Return measurements of a workload's speed in raysim and in a plain PyTorch loop, one a row.
+    """Return rows with the speed of a workload in raysim and in a plain PyTorch loop.
 
-    raysim is measured in every execution mode of the workload. The workload G1 is also measured
-    with the method FedBR.
-    name: the name of the workload, such as "G1".
-    has_time: function that returns False when the time limit is reached.
+    raysim is measured in every execution mode of the workload, and for G1 also with the method
+    FedBR.
+    name: the workload, such as "G1".
+    has_time: returns False when the time limit is reached.
     """
     workload = options.workloads[name]
     data = _data_of(workload)
@@ -684,9 +683,9 @@ def describe_device(device: str) -> ResultRow:
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Make the measurements in `options.parts`; return new and earlier results.
 
-    Earlier results come from results.json. results.json and page.md are written after each part.
-    folder: the folder of the two files.
-    say: function that gets a line for each part.
+    folder: the folder of results.json and page.md. They are read for earlier results, and written
+    after each part.
+    say: gets a line for each part.
     Raise `ValueError` for an unknown part, and for a CUDA device if torch sees no GPU.
     """
     for part in options.parts:

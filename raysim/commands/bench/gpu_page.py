@@ -147,8 +147,8 @@ def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     """Yield a Markdown table, then an empty line.
 
     columns: the names of the columns, which are keys of the rows.
-    rows: a dictionary for each measurement. The reason for which raysim could not make a
-    measurement ("refused") is shown in the last column.
+    rows: a dictionary for each measurement. The value of the key "refused" replaces the last cell;
+    it is the reason why there is no measurement.
     """
     lines = []
     for row in rows:

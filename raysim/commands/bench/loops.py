@@ -68,9 +68,9 @@ class LoopWorkload:
 class LoopOptions:
     """The options of `raysim bench`, which compares raysim with plain PyTorch loops.
 
-    workers: the number of processes, both for raysim and for each PyTorch loop.
+    workers: the number of processes of raysim and of each loop.
     lanes: the number of clients that a worker trains at once; None takes a run's default.
-    floor: True also measures the tuned loop, a PyTorch loop without an optimizer object.
+    floor: True also measures the tuned loop, without an optimizer object.
     profile: the folder for a profile of each workload; None writes none.
     """
 
@@ -173,8 +173,8 @@ def _bare_worker(
 
     Each process takes the next client of the cohort from a shared counter.
     index: the number of the process.
+    memory: the memory and locks that the processes share.
     is_tuned: True trains with few operations of PyTorch, False with `torch.optim.SGD`.
-    memory: the memory and the locks that the processes share.
     """
     torch.set_num_threads(1)
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
@@ -353,8 +353,7 @@ def measure_workload(
 
     Ray must be running.
     root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
-    blocks: the number of blocks.
-    show: function that gets a line for each block.
+    show: gets a line for each block.
     """
     from raysim.runtime.ray import start_workers
 

@@ -133,8 +133,8 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 def fedbss_and_its_parts() -> tuple[float, float]:
     """Return the seconds of FedBSS's jobs, and the seconds of FedAvg doing the same work.
 
-    A job of FedBSS makes a forward pass over all samples of a client, and trains on some. The same
-    work is all these forward passes, and FedAvg's steps for as many trained samples.
+    A job of FedBSS makes a forward pass over all samples of a client, and trains on some. The
+    second result is for these forward passes, and for FedAvg's training on as many samples.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))
@@ -246,10 +246,10 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
 def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
     """Measure local steps of several methods, print a table, and write the results to `out`.
 
-    The reference of FRAug is FedBN, that of all others FedAvg.
+    FRAug is compared with FedBN, all other methods with FedAvg.
     out: the JSON file for the results.
-    blocks: how often each method and its reference are measured in turns.
-    say: function that gets a line after each repetition.
+    blocks: the number of repetitions.
+    say: gets a line after each repetition.
     """
     make_deterministic(1)
     results = bench_steps(blocks, say)

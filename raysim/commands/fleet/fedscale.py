@@ -59,8 +59,8 @@ class _DataUnpickler(pickle.Unpickler):
 def convert(capacity: str, behaviour: str, out: Path) -> str:
     """Convert FedScale's two files into a trace; return a sentence with the number of clients.
 
-    capacity, behaviour: the paths of FedScale's `client_device_capacity` and `client_behave_trace`.
-    out: the path of the trace, which is written.
+    capacity, behaviour: the paths of `client_device_capacity` and `client_behave_trace`.
+    out: the path of the trace to write.
     Raise `ValueError` if a file does not have FedScale's format, or if no client can be converted.
     """
     devices = _read_clients(capacity, "computation")

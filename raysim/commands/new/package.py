@@ -1,7 +1,7 @@
 """Implement `raysim new NAME`: write a package with one example of each part of a run.
 
-The parts are a method, a learner, a model, data, a partition, a schedule and others, each with an
-option and a test. The package is a copy of `template`, with NAME in place of `mypackage`.
+Parts are a method, a learner, a model, data, a schedule and others, each with an option and a test.
+The package is a copy of `template`, with NAME in place of `mypackage`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAME = "mypackage"
 def write(name: str) -> Path:
     """Create a folder with a new package, a copy of the template; return the folder.
 
-    name: the path of the new folder, whose last part becomes the package's name. Raise
-    `RefusedError` for a name that a new package cannot have.
+    name: the path of the folder; its last part is the package's name.
+    Raise `RefusedError` for a name that a new package cannot have.
     """
     folder = user_path(name)
     _check_name(folder)
