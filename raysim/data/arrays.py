@@ -34,10 +34,11 @@ LabelLists: TypeAlias = list[Any]
 class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
+    inputs: [n, ...].
     labels: [n, ...], a list of labels for each sample, or a `LabelSet` of packed dictionaries.
-    users: [n], integers or text; or None.
+    users: [n], integers or text, the person or device of each sample; None if there are none.
     is_test: bool [n], True in the central test set.
-    fields: a description of each input in a row of `inputs`; () for a single input.
+    fields: a description of each input, in the order of a row of `inputs`; () for a single input.
     """
 
     inputs: NDArray[Any]

@@ -502,7 +502,7 @@ def assemble(
     tokens: None if inputs are not tokens.
     origin: the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.
-    fields: a description of each input in a row of `inputs`; () for a single input.
+    fields: a description of each input, in the order of a row of `inputs`; () for a single input.
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None

@@ -21,6 +21,7 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
 
     The rules are those of torchvision's RandomResizedCrop. If none of `TRIES` rectangles fits, the
     result is the largest central one with an allowed ratio of its sides.
+    height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image.
     uniforms: random numbers in [0, 1), [4, TRIES, B]; the first axis is share, ratio, top and left.
     """

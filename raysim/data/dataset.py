@@ -49,8 +49,8 @@ class Samples:
     domain_names: the names of the domains, by number.
     tokens: None if inputs are not token sequences.
     columns: the columns of inputs, labels and users, for the plan of a run.
-    fields, targets: a description of each array in a row of `inputs` or `labels`; () for a single
-    array.
+    fields, targets: a description of each array, in the order of a row of `inputs` or `labels`; ()
+    for a single array.
     tokenizer: the tokenizer of language data; else "".
     """
 

@@ -38,7 +38,7 @@ class Domains(Source):
 
     All must have the same classes in the same order. `size` and `channels` convert their images to
     one shape.
-    root: the folder of the data sets and downloads; None uses that of stored data sets.
+    root: the folder of the data sets and downloads; None uses the folder of stored data sets.
     download: False refuses to download.
     domains: scikit-learn's "digits", data sets that torchvision downloads, or folders in `root`
     with strips, Parquet files or pictures.

@@ -309,8 +309,8 @@ def pool_clients(data: FederatedData) -> FederatedData:
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
     """Choose clients at random that are scored, but never trained ("unseen clients").
 
-    They keep their training rows, to which a method may adapt the model before the score. They have
-    no validation rows.
+    An unseen client has no validation rows. It keeps its training rows, to which a method may adapt
+    the model before the score.
     share: `evaluate.unseen`, the share of the clients with training samples; 0 makes none unseen.
     Raise ValueError if the share selects no client or all clients. Raise it also if no unseen
     client has test samples, or if a trained client has a sample of an unseen one.

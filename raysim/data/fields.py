@@ -21,8 +21,8 @@ def pack_fields(
 ) -> tuple[NDArray[np.float32], tuple[InputField, ...]]:
     """Return one row of floats for each sample, [n, floats], and a description of each input.
 
-    columns: an array [n, ...] for each input, by the name of the model's argument or in their
-    order. uint8 values are divided by 255. Other integers are token numbers.
+    columns: an array [n, ...] for each input, by the name of the model's argument or in the order
+    of the arguments. uint8 values are divided by 255. Other integers are token numbers.
     place: the name of the data in errors.
     Raise ValueError for different lengths, other types, and token numbers below 0 or too large for
     a float32.
@@ -66,7 +66,8 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     `unpack_targets` restores the arrays.
     targets: arrays by name for each sample, such as "boxes" [k, 4]. Only k may differ.
     place: the name of the data in errors.
-    Raise ValueError for names or shapes that differ, and for values that a float32 cannot hold.
+    Raise ValueError if samples differ in names, the order of names, or shapes. Raise it also for
+    values that a float32 cannot hold.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

@@ -26,7 +26,8 @@ class LabelSet(NamedTuple):
 
     values: class numbers [n] or [n, ...], or floats [n, outputs] or [n, outputs, ...].
     names: the classes, labels or values of the model's outputs.
-    targets: for kind="structure", a description of each array in a row of `values`.
+    targets: for kind="structure", a description of each array, in the order of a row of `values`;
+    else ().
     """
 
     values: NDArray[Any]
@@ -44,7 +45,8 @@ def read_labels(
 ) -> LabelSet:
     """Check the labels of a source and convert them to a `LabelSet`.
 
-    values: an array [n], [n, outputs] or [n, ...], or a list of labels for each sample.
+    values: an array [n], [n, outputs] or [n, ...], or a list of labels for each sample. An array
+    [n, 1] is read as [n].
     kind: `data.kind`; None takes the result of `infer_kind`.
     names: the names of the model's outputs, or None.
     place: the source's name in errors.
@@ -93,7 +95,8 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n], and floats [n] that look like class numbers.
+    - "classification": integers or text [n]. Also floats [n] that look like class numbers: a few
+      different whole numbers, from 0 on.
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
     - "positions": all other arrays of integers or text; each position has a class.

@@ -68,8 +68,9 @@ class Raw:
     domain_names: the names of the domains, by number.
     tokens: None takes the largest token number plus 1 as the number of tokens.
     origin: the columns that were read, for the plan of a run.
-    fields: a description of each input in a row of `inputs`; () for a single input.
-    targets: for kind="structure", a description of each array in a row of `labels`.
+    fields: a description of each input, in the order of a row of `inputs`; () for a single input.
+    targets: for kind="structure", a description of each array, in the order of a row of `labels`;
+    else ().
     tokenizer: the tokenizer of language data; else "".
     """
 
@@ -303,7 +304,8 @@ def convert_inputs(
 
     Floats and booleans become float32, and uint8 values stay uint8 if `tokens` is None. All other
     integers are token numbers and become int64. Without them, the second result is None.
-    tokens: None infers them from the largest token number.
+    inputs: [n, ...].
+    tokens: None infers the number of tokens from the largest one.
     name: the name of the source, for errors.
     Raise ValueError for other types, floats that are not finite, and token numbers that `tokens`
     does not allow.

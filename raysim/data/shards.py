@@ -79,7 +79,7 @@ class WebDataset(Source):
     text, an array, a picture of classes, or JSON.
     user: the ending of the user; None finds a usual one, such as "user", if there is one.
     test_fraction: the fraction of each class of each user for testing, if there are no test files.
-    length: the largest number of tokens of a text.
+    length: the largest number of tokens of a text; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """

@@ -191,8 +191,8 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
     """Give T samples to clients; return the row numbers of each client's samples.
 
-    Sample t has the class `classes[t]` and goes to the client `turns[t]`.
     labels: the class of each row, [n].
+    turns, classes: [T]. Sample t has the class `classes[t]` and goes to the client `turns[t]`.
     order: a permutation of the rows, in which the samples of a class are given out, [n].
     """
     samples = _sort_by_class(labels, order)
@@ -218,8 +218,8 @@ def shard_split(
 
     N is `num_clients` and S `shards_per_client`. Sizes of shards differ by at most one row.
     labels: [n].
-    order: a permutation of the rows, which orders the rows of each class.
-    assignment: a permutation of the shards. Client 0 gets the first S of them.
+    order: a permutation of the rows, [n], which orders the rows of each class.
+    assignment: a permutation of the shards, [N * S]. Client 0 gets the first S of them.
     """
     samples = _sort_by_class(np.asarray(labels), np.asarray(order))
     bounds = _even_offsets(len(samples), num_clients * shards_per_client)
@@ -258,6 +258,7 @@ def domain_class_split(
 
     With G groups, client d * G + g has the samples of domain d and group g, in ascending order.
     Rows whose class is in no group are not used.
+    domains, labels: the domain and the class of each row, [n].
     class_groups: for each group the numbers of its classes.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)

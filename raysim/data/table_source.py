@@ -19,7 +19,7 @@ class TableSource(Source):
     all except labels, users, and row numbers such as "id".
     separate: True makes each input column an argument of the model with the column's name. False
     joins several columns to one vector.
-    length: the largest number of tokens of a row.
+    length: the largest number of tokens of a row; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 

@@ -84,7 +84,7 @@ class NumPy(Source):
     different numbers of entries, y.NAME has all entries one after another, and y.NAME.rows [n] has
     these numbers.
 
-    padding: the token number that fills up short sequences in the files.
+    padding: the token number with which the files already fill up short sequences.
     test_fraction: the fraction of each class of each user for testing, if there is no test.npz.
     """
 
@@ -124,7 +124,7 @@ class Npz(Source):
     The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has inputs x [n, ...]
     and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or integers, which are token
     numbers. Each file is a user, which partition=natural makes a client.
-    padding: the token number that fills up short sequences in the files.
+    padding: the token number with which the files already fill up short sequences.
     test_fraction: the fraction of each class of each user for testing, if there are no test files.
     """
 

@@ -17,12 +17,12 @@ The two epsilons
 - The guarantee is (epsilon, delta)-differential privacy of clients. It covers the models and bounds
   C of the run, but no other columns of the history and no scores of single clients.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws exactly m of the n clients with
-  samples. Neighbours differ in the data of one client, so the sum of the clipped updates changes by
-  at most 2 C. Therefore epsilon is computed for the noise z / 2 (Wang, Balle and Kasiviswanathan,
-  AISTATS 2019).
-- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that each client joins a round
-  independently with probability m / n, and that one neighbour has one more client. Rounds of a
-  fixed size do not have this guarantee.
+  samples. Neighbouring data sets differ in the data of one client, so the sum of the clipped
+  updates changes by at most 2 C. Therefore epsilon is computed for the noise z / 2 (Wang, Balle
+  and Kasiviswanathan, AISTATS 2019).
+- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that each client joins a
+  round independently with probability m / n, and that one of two neighbouring data sets has one
+  more client. Rounds of a fixed size do not have this guarantee.
 - Neither number holds if the devices decide which clients take part (availability, over-selection,
   deadlines).
 - The noise comes from the run's seed, so the method measures the cost of privacy and protects

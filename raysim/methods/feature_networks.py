@@ -48,7 +48,7 @@ def make_rtnet(
 ) -> Conditional:
     """Return RTNet, a network that makes residuals [B, D] from generated features and labels.
 
-    source: the number of generated features of a row.
+    source: G, the number of generated features; the generated features are [B, G].
     features: D, the number of the model's features.
     hidden: the width of the hidden layer.
     norm: True adds a BatchNorm at the end.

@@ -3,8 +3,8 @@
 Guo et al., "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning Bias
 Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. z and z_p are the trained model's features of
 a batch and of pseudo-data, and z_g the received model's features of the pseudo-data. P is a
-projection, and L_local the loss on the batch. For row j of the features, s+_j = cos(P(z_p), P(z_g))
-and s-_j = cos(P(z_p), P(z)):
+projection, L_local the loss on the batch, and lambda, mu, tau1 and tau2 are settings. For row j of
+the features, s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of the outputs for pseudo-data with the targets of the pseudo-data
@@ -148,9 +148,11 @@ class FedBR(Method):
 
     lam: weight of Component 1 (the loss of pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1: the temperature of the similarity of a pseudo-sample to the received model's features.
-    tau2: the temperature of the similarity of a pseudo-sample to a real sample.
-        temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
+    tau1: the temperature of the similarity between a pseudo-sample's features in the trained and in
+    the received model.
+    tau2: the temperature of the similarity between the trained model's features of a pseudo-sample
+    and of a real sample.
+    temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.

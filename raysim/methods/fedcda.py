@@ -276,8 +276,8 @@ _CHANGES_MEAN = "it changes a mean update, but FedCDA sets the model to a mean o
 class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
-    The chosen models minimise their mean loss plus L / 2 times their mean squared distance to their
-    mean.
+    The chosen models minimise the mean loss plus L / 2 times the mean squared distance to the mean
+    of the chosen models.
 
     memory: the number of cached models per client.
     batches: the number of groups of participants, which choose models one after another.

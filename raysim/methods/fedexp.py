@@ -90,7 +90,7 @@ def server_step(
 ) -> Tensor:
     """Return the parameters after FedExP's server step: params + eta * mean update, [D].
 
-    eta is the result of `server_step_size` for the same arguments.
+    eta is the result of `server_step_size`, which explains all arguments but `params`.
     params: [D], the parameters of the current version.
     """
     eta = server_step_size(

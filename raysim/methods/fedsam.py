@@ -9,7 +9,7 @@ Learning by Seeking Flat Minima" (ECCV 2022):
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
 F is the loss at the parameters theta, and T has the absolute values of theta plus eta. MoFedSAM is
-`method=fedsam+fedcm`.
+`method=fedsam+fedcm`; method.fedcm.alpha is the beta of Qu et al.
 
 Departures from the paper
 - Norms include BatchNorm's weight and bias.

@@ -1,8 +1,9 @@
 """FlexLoRA: average the products of the adapters' factors, and split the mean again.
 
 Source: Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
-Client Resources" (NeurIPS 2024), Algorithm 1. With p_i the weight of client i, r = model.lora.rank,
-and U S V' a singular value decomposition:
+Client Resources" (NeurIPS 2024), Algorithm 1. Client i has the weight p_i, and a layer's adapter
+has the factors B_i and A_i on this client. With r = model.lora.rank and U S V' a singular value
+decomposition:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'

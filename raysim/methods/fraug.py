@@ -21,9 +21,9 @@ Each batch takes three optimizer steps. The networks that a step does not train 
 D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
-- The paper's weights of the cross-entropies are illegible; these are from the authors' code. As
-  there, prototypes start at 0, mu is constant, and rho and beta are constant in a round. D is over
-  all classes together, and a batch of one sample is left out.
+- The weights of the cross-entropies, which are illegible in the paper, are from the authors' code.
+  As in this code, prototypes start at 0, mu is constant, and rho and beta are constant in a round.
+  D is over all classes together, and a batch of one sample is left out.
 - noise="uniform" is the noise of the authors' code, prototype_ramp=True the mu of a cited work. The
   metric "mmd_classes" computes D for each class, as in the paper's text.
 - After round T, the setting `rounds`, rho and beta are constant.

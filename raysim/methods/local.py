@@ -5,7 +5,7 @@ Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (
 Departures from the papers
 - The optimizer starts again in each job, as in FedAvg, unless keep_optimizer=True.
 - A client trains only when it is sampled. All clients train in each round if schedule.cohort is
-  their number.
+  the number of clients.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Appendix A) uses it:
 
 Departures from the paper
 - pi is a random permutation of the local batch; DomainBed pairs batches of different domains.
-- A batch has one lam, not max(lam, 1 - lam).
-- Inputs are mixed after augmentation and normalisation. Only the mixed batch is trained.
+- A batch has one lam, which is not replaced by max(lam, 1 - lam).
+- Inputs are mixed after augmentation and normalisation. The model is trained on the mixed batch
+  only.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def mixed_batch(
 ) -> dict[str, Tensor]:
     """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
+    inputs: [B, ...].
     labels: int64 [B], or probabilities [B, C], where C is `num_classes`.
-    lam: the weight of a sample. The sample's partner has the weight 1 - lam.
+    lam: the weight of a sample, a number or scalar tensor from 0 to 1. The sample's partner has the
+    weight 1 - lam.
     permutation: int64 [B], the position of each sample's partner.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))

@@ -78,6 +78,7 @@ def sample_loading_policy(
     "soft" is softmax((logits + gumbel) / temperature), [L, 2]. Column 0 is the probability that a
     layer is loaded. "load_global", bool [L], is True if logits + gumbel in column 0 is at least
     that in column 1.
+    logits: [L, 2], the policy.
     gumbel: [L, 2], noise; zeros for no noise.
     """
     noisy = logits + gumbel
@@ -120,15 +121,15 @@ class PartialFed(Method):
 
     strategy: the layers that a client loads. "bottom_up" loads the first `num_loaded` layers,
     "top_down" the last ones. "no_bn" loads all but BatchNorm, "no_classifier" all but the head,
-    "no_bn_no_classifier" all but both. "all" loads every layer, "none" no layer. With "adaptive",
-    each client learns the choice.
+    "no_bn_no_classifier" all but BatchNorm and the head. "all" loads every layer, "none" no layer.
+    With "adaptive", each client learns the choice.
     num_loaded: only for "bottom_up" and "top_down"; otherwise None.
     max_staleness: a client loads all layers if more versions have passed since its last base
     version. None sets no limit.
-    policy_steps, policy_lr, policy_batch: for "adaptive", the Adam steps in each job, their
-    learning rate and their samples.
-    temperature, decay, floor: for "adaptive", the temperature is max(floor, temperature * decay^v)
-    in version v.
+    policy_steps, policy_lr, policy_batch: for "adaptive", the number of Adam steps in each job, the
+    learning rate, and the number of samples in a step.
+    temperature, decay, floor: for "adaptive", the temperature of the policy's softmax in training
+    is max(floor, temperature * decay^v) in version v.
     sample_decision: True adds noise to the policy's logits when layers are chosen.
     """
 

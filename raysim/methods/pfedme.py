@@ -107,7 +107,8 @@ class PFedMe(Method):
     ) -> Tensor:
         """Train the personal model theta on the batch; return the gradient of w, lam (w - theta).
 
-        params, grad: [n], the shared model's parameters w, and the gradient of the loss at w.
+        params, grad: [n], the shared model's parameters w, and the gradient of the loss at w. The
+        result is [n].
         gradient_at(shift): the gradient of the loss at w + shift, on the same batch.
         """
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)

@@ -195,8 +195,8 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
     """Return means of samples drawn from the client with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: "classes" gives all of the client's classes equal probability, other values all
-    samples.
+    sources: with "classes", all of the client's classes are equally probable. With other values,
+    all samples are.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -212,8 +212,8 @@ def rows_by_samples(
 ) -> np.ndarray:
     """Draw some of the stored means without replacement; return their numbers, int64 [size].
 
-    Client c has `per_client` means, from the number c * per_client. A mean's probability is in
-    proportion to its client's samples.
+    The means of client c have `per_client` numbers, from c * per_client on. The probability of a
+    mean is in proportion to the samples of its client.
     ends: float64 [clients], the cumulative probabilities of the clients.
     """
     # Except for rounding, the distribution is that of `Generator.choice` without replacement, but

@@ -2,7 +2,7 @@
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch" (2025), Algorithm 2. With P fragments, fragment v mod P is *due* in version v. A job
-that starts from version v sends it. Symbols:
+that starts from version v sends this fragment. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate

@@ -14,8 +14,8 @@ the term with gamma, h_v is a constant.
 
 Departures from the paper
 - With label_mode="extra", virtual images have classes of their own, as in the authors' code. The
-  model has two outputs for each class; evaluation uses the larger one. With "shared", they have the
-  real classes, as in FedBR's code.
+  model has two outputs for each class; evaluation uses the larger one. With "shared", virtual
+  images have the real classes, as in FedBR's code.
 - The authors' untrained StyleGAN is left out. Each channel of the noise is standardised, not
   clipped to [0, 1].
 - A step pads and crops its virtual images.
@@ -116,7 +116,9 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
     """Pad images with zeros, crop them to their old size, and flip some; return [B, c, h, w].
 
-    down, right: int64 [B], the top left pixel of each crop in the padded image.
+    images: [B, c, h, w].
+    down, right: int64 [B], the top left corner of each crop in the padded image, from 0 to 2 *
+    padding pixels.
     flip: int64 [B], 1 mirrors the image from left to right.
     padding: the number of zero pixels at each edge.
     """

@@ -32,7 +32,8 @@ class Init:
     file: a `.safetensors` file, or a state dict that `torch.save` wrote. None keeps the values with
     which the model is built: random ones, unless the model is pretrained.
     only: networks, modules or tensors that start from the file; None means all.
-    redraw: networks, modules or tensors that do not start from the file, such as "head".
+    redraw: networks, modules or tensors that do not start from the file, such as "head"; None for
+    none.
     sha256: the checksum that the file must have; None stores the file's checksum.
     """
 

@@ -163,6 +163,7 @@ class RunSpec:
     threads: torch's threads in each process.
     lanes: the number of clients that a worker trains at once; results depend on it in the last
     bits.
+    dtype: the type of the parameters.
     score_batch: the number of samples that are scored at once.
     graph: True records and replays steps; results depend on it in the last bits.
     precision: the type of matrix products in a step.

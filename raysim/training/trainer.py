@@ -52,7 +52,7 @@ class RunningJob:
     cycle: the stages of each training step; after the last entry the first one follows again.
     batches: the batches on which the job has not trained yet.
     losses: the task losses of the steps so far.
-    initial_state: the names of the client state's first tensors.
+    initial_state: the names of the tensors in the client state when the job began.
     result: what a method that trains by itself (`run.train`) returned; else None.
     """
 

@@ -86,7 +86,7 @@ class UpdateBuilder:
 
         The delta is the trained minus the received parameters; with compression, what the server
         decodes. The delta overwrites the trained parameters in the trainer's vector. The caller
-        must not change it, because a client state may contain this tensor.
+        must not change the delta, because a client state may contain this tensor.
 
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
