@@ -165,7 +165,6 @@ def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
     empty list.
 
     shell: "bash" or "zsh".
-    folder: the shell's working folder.
     """
     out = folder / f"{shell}.txt"
     typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)

@@ -616,8 +616,7 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
 def start(words: list[str], env: dict[str, str], log: Path) -> int:
     """Start a head node; return the number of its process group, 0 if it did not start.
 
-    words: the command that starts the head node.
-    env: the command's environment variables.
+    words, env: the command that starts the head node, with environment variables.
     log: the file for the command's output.
     """
     with log.open("w") as stream:

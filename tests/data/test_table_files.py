@@ -373,7 +373,6 @@ def test_error_mentions_the_unreadable_json_file(content: str, tmp_path: Path) -
 def write_clients(folder: Path, split: str, sizes: list[int]) -> None:
     """Write a .npz file for each client. All inputs of a client are the client's number.
 
-    folder: the folder of the data set.
     split: the subfolder for the files, such as "train".
     sizes: the number of samples of each client.
     """

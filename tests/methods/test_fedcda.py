@@ -49,9 +49,8 @@ def case(
 ) -> dict[str, Any]:
     """Return random arguments for FedCDA's selection of one model per client.
 
-    clients: the number of clients whose model is to be selected.
+    clients, fixed: the numbers of clients without and with a selected model.
     memory: the largest number of a client's candidates.
-    fixed: the number of additional clients, whose models are already selected.
     size: the number of parameters.
     """
     draw = np.random.default_rng(seed)

@@ -114,7 +114,7 @@ def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0)
 
     folder: the tracker's folder, which this function makes.
     said: a list for the lines that the tracker prints.
-    patience: how many seconds the tracker waits for the server at the end of the run.
+    patience: how many seconds the tracker waits at the end of the run.
     """
     folder.mkdir(exist_ok=True)
     return Tracker(

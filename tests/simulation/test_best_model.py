@@ -57,7 +57,6 @@ def weights_by_round(
 
     The scored models map a version number to tensors by full name.
 
-    folder: the folder that the run writes.
     settings: further arguments of `tiny_runs.coordinate`.
     """
     coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)

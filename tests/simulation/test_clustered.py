@@ -214,8 +214,7 @@ class OneByOne(ClusterRule):
     """A rule that moves clients of a cluster to another cluster in each aggregation.
 
     target: the number of the cluster that gets the clients.
-    many: False moves one client. True moves all clients; raysim refuses this, because a cluster
-    would be empty.
+    many: False moves one client. True moves all clients, which raysim refuses.
     """
 
     target: int = 1

@@ -241,8 +241,6 @@ def scored_model(
     """Return the tensors with which a client is scored at the end of a run, by full name.
 
     The tensors are fine-tuned if the run fine-tunes models before it scores them.
-
-    names: the full names of the tensors to return.
     """
     states = coordinator.client_states
     finetune = coordinator.evaluator.evaluation.finetune

@@ -21,7 +21,7 @@ class Clusters:
 
     models: the model of each cluster at the end.
     model_of: for each client, the index of the model that it is scored with.
-    columns: columns of the history, a value for each round.
+    columns: the history's columns.
     """
 
     models: list[Params]

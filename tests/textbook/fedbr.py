@@ -108,8 +108,7 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 
     The function gets the number of a version, which seeds the draw.
     pool: equally many rows of each client.
-    sources: with "unbalanced", a row's probability is proportional to its client's number of
-    samples. Otherwise all rows are equally likely.
+    sources: with "unbalanced", a client's rows are drawn in proportion to its number of samples.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)

@@ -76,7 +76,6 @@ def pooling(settings: Local, **study: Any) -> Row:
     with three clients.
 
     settings: `local.*` of the federated run.
-    study: further arguments of `tiny_runs.run_spec`.
     """
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))

@@ -206,7 +206,6 @@ def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
     """Start a run in a new process with a new session, and return this process.
 
     words: the arguments of `raysim`.
-    folder: the working directory of the run.
     mark: the value of the environment variable `MARK`, by which the run's processes are found.
     """
     run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark))

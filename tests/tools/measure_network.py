@@ -132,7 +132,6 @@ def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float
     """Return the mean bytes per round that a node received and sent, by the history.
 
     The history has no columns for a node without a worker; the result is then (0, 0).
-    rows: the rows of the history, one for each round.
     """
     received = statistics.fmean(row.get(f"node_{node}_in_bytes", 0) for row in rows)
     sent = statistics.fmean(row.get(f"node_{node}_out_bytes", 0) for row in rows)

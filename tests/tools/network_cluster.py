@@ -448,10 +448,10 @@ def relay(switch: str, near: str, far: str, delay_s: float, loss: float, seed: i
 
     This function never returns.
 
-    switch: the network namespace of the switch.
-    near, far: the names of the devices.
+    switch: the switch's network namespace.
+    near, far: the devices' names.
     delay_s: the delay in each direction.
-    loss: the fraction of frames that are lost.
+    loss: the fraction of lost frames.
     """
     taps = [open_tap(switch, near), open_tap(switch, far)]
     other = dict(zip(taps, reversed(taps), strict=True))

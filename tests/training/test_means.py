@@ -138,7 +138,6 @@ def by_hand(
     A sample counts as often as a job trains on it. Steps with another loss are left out.
     losses: the losses of each client's samples.
     jobs: pairs of a client and the job's index.
-    watch: the method that recorded the batches.
     """
     seen = []
     for client, turn in jobs:
