@@ -184,7 +184,7 @@ class InputRows(NamedTuple):
     values: a row for each sample.
     tokens: the number of different tokens, and the token that fills short rows; None without
     tokens.
-    fields: a description of each input, in their order in a row; () if a sample has only one input.
+    fields: a description of each input, in the order of a row of `values`; () for a single input.
     """
 
     values: NDArray[Any]

@@ -131,7 +131,7 @@ def rotate_images(
     halves up.
     images: [n, c, h, w].
     angles: [n], in degrees.
-    interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four.
+    interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four pixels.
     """
     source, angles = np.asarray(images), np.asarray(angles, dtype=np.float64)
     rotate = _rotate_nearest if interpolation == "nearest" else _rotate_bilinear

@@ -103,6 +103,7 @@ def number_domains(
     Domains without training rows come after all domains with training rows. Within both groups,
     `order` decides.
     values: [n], the name of each row's domain.
+    is_train: bool [n], True for training rows.
     order: the names of all domains; None uses `natural_order`.
     """
     names = values.astype(np.str_)

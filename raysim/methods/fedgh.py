@@ -112,7 +112,7 @@ def harmonized_gradients(
     """Remove the conflicts between updates; return the changed updates [m, d].
 
     gradients: [m, d], the original updates.
-    order: the pairs [i, j] to test; None means (0, 1), (0, 2), ..., (1, 2), ...
+    order: the pairs [i, j] to test, in this order; None means (0, 1), (0, 2), ..., (1, 2), ...
     conflict_test: "original" tests the original updates, "current" the changed ones.
     """
     products = gram_matrix(gradients.unbind()).numpy()

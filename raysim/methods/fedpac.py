@@ -218,8 +218,8 @@ def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
 
     These steps make `head_epochs` passes over the client's samples, but are at most head_epochs /
     (head_epochs + 1) of all steps.
-    sizes: the samples in each batch.
-    samples: the client's samples.
+    sizes: the number of samples in each batch.
+    samples: the number of the client's samples.
     """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.

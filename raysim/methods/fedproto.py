@@ -67,6 +67,7 @@ def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present
     """Return the batch mean of |h - p|^2 / d for features h [d] and the prototype p of their class.
 
     Samples of classes without a prototype add 0.
+    features: [B, d].
     labels: int64 [B].
     prototypes: [C, d].
     present: bool [C], True for classes with a prototype.

@@ -28,7 +28,8 @@ class OptimizerSettings:
     """The settings of the local optimizer.
 
     kind: the optimizer. "muon" is for tensors of two or more dimensions.
-    momentum, nesterov: settings of SGD.
+    momentum: the momentum of SGD; 0 uses none.
+    nesterov: True uses Nesterov's momentum in SGD.
     weight_decay: "sgd" and "adam" add weight_decay * parameters to the gradient. Other optimizers
     shrink the parameters directly (Loshchilov and Hutter, ICLR 2019).
     """

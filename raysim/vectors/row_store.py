@@ -82,7 +82,7 @@ def check_budget(
     key: the method's key ("method.ace").
     size: bytes for each client.
     budget: the limit in GiB.
-    what, less: for the error, the kind of rows and a setting that would fit.
+    what, less: for the error, the kind of rows and a setting that would fit ("" for none).
     """
     needed = clients * size / GIB
     if needed <= budget:
