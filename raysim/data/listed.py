@@ -92,8 +92,8 @@ def store_lists(
 def is_lists_of_rows(part: object) -> bool:
     """Return True if `part` consists of lists of rows, False if it consists of settings.
 
-    Lists and tuples consist of rows. A dictionary is settings if it is empty, or has a text key and
-    a value that is neither a list nor an array.
+    Lists and tuples consist of rows. A dictionary is settings if it is empty. It is also settings
+    if it has a text key and a value that is neither a list nor an array.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):

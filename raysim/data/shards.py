@@ -76,7 +76,7 @@ class WebDataset(Source):
     columns: the endings of the inputs, such as "jpg". None uses all but the label and the user.
     Several endings become arguments of the model, such as `image` for "image.png".
     label: the ending of the label; None finds a usual one, such as "cls". A label is an integer,
-    text, an array, a picture of classes, or JSON.
+    text, an array, a picture whose pixels are classes, or JSON.
     user: the ending of the user; None finds a usual one, such as "user", if there is one.
     test_fraction: the fraction of each class of each user for testing, if there are no test files.
     length: the largest number of tokens of a text; further tokens are left out.

@@ -80,9 +80,9 @@ class NumPy(Source):
     y [n] or [n, ...]: the labels; `data.kind` or `labels.infer_kind` decides what they mean.
     user [n]: the users, for partition=natural; this array may be missing.
 
-    Several inputs are arrays x.NAME, and several targets are arrays y.NAME. If samples have
-    different numbers of entries, y.NAME has all entries one after another, and y.NAME.rows [n] has
-    these numbers.
+    Several inputs are arrays x.NAME, and several targets are arrays y.NAME. A target may have a
+    different number of entries in each sample. Then y.NAME has all entries one after another, and
+    y.NAME.rows [n] has the number of each sample.
 
     padding: the token number with which the files already fill up short sequences.
     test_fraction: the fraction of each class of each user for testing, if there is no test.npz.

@@ -21,8 +21,8 @@ The two epsilons
   updates changes by at most 2 C. Therefore epsilon is computed for the noise z / 2 (Wang, Balle
   and Kasiviswanathan, AISTATS 2019).
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that each client joins a
-  round independently with probability m / n, and that one of two neighbouring data sets has one
-  more client. Rounds of a fixed size do not have this guarantee.
+  round independently with probability m / n. Of two neighbouring data sets, one has one more
+  client. Rounds of a fixed size do not have this guarantee.
 - Neither number holds if the devices decide which clients take part (availability, over-selection,
   deadlines).
 - The noise comes from the run's seed, so the method measures the cost of privacy and protects
@@ -62,8 +62,8 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    This sum and the number of unclipped updates together then have the privacy loss of the sum
-    alone with `noise`. z_D and `noise` are in units of the clipping bound.
+    With z_D, the sum and the number of unclipped updates together have the same privacy loss as the
+    sum alone with `noise`. z_D and `noise` are in units of the clipping bound.
     noise: the noise of the sum alone; 0 returns 0.
     bit_noise: the standard deviation of the noise on the number of unclipped updates.
     """

@@ -116,7 +116,7 @@ def feature_distance(
     metric: "mmd" has Gaussian kernels, "mmd_moments" compares means and covariances, and
     "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference.
     x_labels: the class of each row of x, int64 [n], for "mmd_classes".
-    y_labels: the class of each row of y; None means `x_labels`.
+    y_labels: the class of each row of y, int64 [k]; None means `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.
     """
     if metric != "mmd_classes":

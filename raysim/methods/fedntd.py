@@ -5,8 +5,8 @@ Learning" (NeurIPS 2022):
 
     loss = cross-entropy + beta L_NTD
 
-L_NTD is tau^2 KL(p || q), over the C - 1 classes other than the true one. p and q are the softmax
-of the received model's and of the local model's outputs, divided by tau.
+L_NTD is tau^2 KL(p || q), over the C - 1 classes other than the true one. p is the softmax of the
+received model's outputs divided by tau, and q that of the local model's outputs.
 
 Departures from the paper
 - The received model is in eval mode. In the authors' code it is in train mode for the first client.

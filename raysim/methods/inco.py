@@ -12,9 +12,9 @@ group of blocks, such as `layer1.0`. It is conv2 if the shapes are equal, otherw
 of the same name. In transformers, the source of norm2 is norm1.
 
 Departures from the paper
-- As in the authors' code, all updates with a source are changed, theta is clamped, g' is clipped,
-  and all clients have the same weight. In the paper's derivation, g changes only if <g, g0> is
-  negative (align="conflict").
+- As in the authors' code, all updates with a source are changed, theta is clamped, and g' is
+  clipped. In the paper's derivation, g changes only if <g, g0> is negative (align="conflict").
+- All clients have the same weight, as in the authors' code.
 - A tensor without a source of its shape is not changed; the authors' code fails.
 - A tensor with 1x1 kernels is mixed as one vector.
 - Updates of transformers are not divided by the number of local epochs.

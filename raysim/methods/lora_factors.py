@@ -262,7 +262,7 @@ def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
     """Return a mask [layout.trained] of the parameters that a client of this rank trains.
 
-    The mask is 0 for all rows of an adapter's A and columns of B after the first `rank`, and 1 for
+    The mask is 0 for rows of an adapter's A and columns of B after the first `rank`. It is 1 for
     all other trained parameters.
     """
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)

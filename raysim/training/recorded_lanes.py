@@ -1,7 +1,8 @@
 """Record training steps as CUDA graphs, and replay them.
 
-Two steps are of the same kind if one recording fits both: stages, batch size, modes, Python values,
-and the shapes and dtypes of read tensors are equal.
+Two steps are of the same kind if one recording fits both. Their stages, batch sizes, train or eval
+modes, and Python values are then equal, and so are the shapes and dtypes of the tensors that they
+read.
 
 If the next steps of all lanes are of the same kind, one recording contains a step of every lane.
 Otherwise each step has a separate recording. The first step of a kind is not recorded. It lets

@@ -107,8 +107,8 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
     Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps on a CPU
-    have several lanes for small linear networks of raysim, if enough clients are in flight and have
-    enough full batches.
+    have several lanes for raysim's small networks of linear layers. This needs enough clients in
+    flight, with enough full batches.
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):
