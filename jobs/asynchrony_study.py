@@ -161,7 +161,8 @@ def collect(folder: Path) -> None:
 def mean(values: Sequence[float | None], form: str) -> str:
     """Return the mean and the standard deviation of the values as text; "never" without values.
 
-    values: one value per run, or None. If some are None, the text says how many are not.
+    values: one value per run; None if the run has none. If some runs have none, the text says how
+    many have one.
     form: the format of both numbers, such as "{:.1f}".
     """
     reached = [value for value in values if value is not None]

@@ -138,8 +138,8 @@ def tried_rates(folder: Path, method: str) -> dict[float, float]:
 def best_rate(folder: Path, method: str) -> float | None:
     """Return the learning rate at which a method has the lowest perplexity on the first seed.
 
-    Return None if `RATES` lacks the method: its learning rate is fixed. Raise ValueError if the run
-    at a rate in `RATES[method]` is missing.
+    Return None if `RATES` lacks the method, whose rate is then fixed. Raise ValueError if a run at
+    one of the rates `RATES[method]` is missing.
     """
     if method not in RATES:
         return None

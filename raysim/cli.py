@@ -356,7 +356,7 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
     """Return the override that the user probably meant by an unknown flag.
 
     For "--round 5" this is "rounds=5". Return "" if no key is similar.
-    arguments: tell if the command takes overrides.
+    arguments: the parsed arguments, which say whether the command takes overrides.
     argv: all arguments as the user wrote them.
     """
     if not hasattr(arguments, "overrides"):

@@ -150,7 +150,7 @@ class Measured:
 
     accuracy: the mean over the last `LAST_ROUNDS` rounds, between 0 and 1.
     seconds: the wall time, including the start of processes.
-    cpu_seconds: the user and system time of all processes, also of Ray's.
+    cpu_seconds: the user and system time of all processes, including Ray's.
     """
 
     accuracy: float

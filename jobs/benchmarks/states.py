@@ -164,7 +164,7 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
     """Return a run of SCAFFOLD with the model of the workload W2 of `raysim bench`.
 
-    Each client has 60 of 60,000 samples; more than 1,000 clients share samples.
+    Each client has 60 of 60,000 samples. A run of more than 1,000 clients uses samples repeatedly.
     budget: the limit of client states in memory, in GiB; None for no limit.
     """
     work = WORKLOADS["W2"]

@@ -433,8 +433,8 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines that say to which rows of a paper's table a run belongs, and how it differs.
 
-    labels: the rows' labels, grouped by how the run differs from the paper's setting for them; ""
-    for no difference. Empty if the run belongs to no row.
+    labels: maps each difference from the paper's setting to the labels of the rows with this
+    difference; "" means no difference. Empty if the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")

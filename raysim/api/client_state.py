@@ -91,8 +91,9 @@ def reserved_names(layout: Layout) -> set[str]:
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     """Return the client state from its named arrays: the inverse of `to_named_arrays`.
 
-    arrays: the personal tensors of the networks, such as "model.bn1.weight", and of the methods.
-    layout: names, shapes and order of the networks' personal tensors.
+    arrays: the networks' personal tensors, such as "model.bn1.weight", and the methods' client
+    state.
+    layout: has the names, shapes and order of the personal tensors.
     Raise ValueError if a personal tensor is missing.
     """
     floating, integer = layout.personal_entries

@@ -166,8 +166,8 @@ class Method:
         """Combine all updates to one direction [layout.trained]; only one method may do so.
 
         The default is the updates' weighted mean. Float buffers, such as BatchNorm's statistics,
-        are averaged, unless this hook returns a vector [layout.shared], in which they come after
-        the parameters.
+        are averaged. To replace this average too, return a vector [layout.shared], in which the
+        buffers come after the parameters.
         """
         raise NotImplementedError
 

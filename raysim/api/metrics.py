@@ -132,8 +132,8 @@ class SampleScores:
         """Return a score for each of B samples, [B].
 
         If the user's function returns several values for a sample, the score is their mean. Raise
-        ValueError if it does not return at least one value for each sample.
-        outputs, labels: [B, ...].
+        ValueError if the function does not return at least one value for each sample.
+        outputs, labels: [B, ...], the model's outputs and the samples' labels.
         """
         values = torch.as_tensor(self.function(outputs, labels))
         if not values.ndim or len(values) != len(outputs):

@@ -56,9 +56,9 @@ def draw_weighted(
 
     Each draw takes one of the remaining clients with a probability in proportion to its weight.
     Clients of weight 0 come last, in the order of `clients`.
-    clients: int64 [n].
+    clients: int64 [n], the clients to draw from.
     weights: [n], at least 0.
-    count: the number of draws; all clients if above n.
+    count: the number of clients to draw; above n, all are drawn.
     """
     # The order of independent exponential times has the distribution of such draws.
     times = generator.standard_exponential(len(clients))
@@ -162,8 +162,8 @@ class SelectionView:
     def expected_seconds(self) -> Floats:
         """The expected virtual seconds of a job of each client in `clients`, float64 [n].
 
-        A job receives the model, trains and sends the update. The estimate is that for a client's
-        first job, so clients without a job so far have one, too.
+        A job receives the model, trains and sends the update. The fleet estimates each client's
+        first job, so clients without a job so far have a value, too.
         """
         return self.estimate_seconds()[self.clients]
 
@@ -185,8 +185,8 @@ class SelectionView:
         """Draw idle, available clients without replacement, int64, in the order of the draw.
 
         count: the number of clients; if fewer are idle, all are returned.
-        weights: [n], at least 0. Probabilities are in proportion to the weights of the remaining
-        clients; weight 0 comes last. None means equal probabilities.
+        weights: [n], at least 0. Each draw takes one of the remaining clients with a probability in
+        proportion to its weight. Clients of weight 0 come last. None means equal probabilities.
         """
         clients = self.clients
         if weights is None:
@@ -245,8 +245,8 @@ class Selection:
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
         """Return the clients to dispatch: at most `view.count` of `view.clients`, each once.
 
-        Return at least one client if no job is in flight. raysim calls this function when a client
-        is idle and available; after fewer than `view.count` clients, it calls again later.
+        raysim calls this function when a client is idle and available. If no job is in flight,
+        return at least one client. After fewer than `view.count` clients, raysim calls again later.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'select'. Define it in this class."

@@ -86,9 +86,9 @@ class Aggregation:
 class ServerView:
     """The server's data, as the hooks of one method see them.
 
-    Hooks may change only the entries of these attributes:
-    state: the method's server state: tensors by the names in `Setup.server_state`. Checkpoints
-    contain them.
+    Hooks may change only the entries of these two attributes:
+    state: the method's server state: tensors by the names that `setup` passed to
+    `Setup.server_state`. Checkpoints contain them.
     report: numbers for this aggregation's row of the history, by name.
     """
 

@@ -182,9 +182,9 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        It can if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh`, `absorb`,
-        or `step` without `Setup.owns("step")`. `combine` and `Setup.change_updates` are not
-        considered.
+        This is true if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh` or
+        `absorb`. It is also true if the method overrides `step` without `Setup.owns("step")`.
+        `combine` and `Setup.change_updates` are not considered.
         """
         if self.contribute is not None or self.uploads:
             return True
@@ -534,8 +534,8 @@ class Setup:
         """Return zeros [layout.trained]: the initial value of a client state or server state.
 
         Pass this function itself: `run.client_state("control", run.zeros)`.
-        at: a number of samples for client state (zeros on the CPU); the server for server state
-        (zeros with its device and dtype).
+        at: for client state, a number of samples; the zeros are on the CPU. For server state, the
+        server; the zeros have its parameters' device and dtype.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -589,11 +589,11 @@ class Setup:
         self.declared.load = load
 
     def evaluate(self, evaluate: Callable[[ScoredModel], Mapping[str, float]]) -> None:
-        """Score sets of samples with `evaluate(model)`; only one method of a list may do so.
+        """Score sets of samples with `evaluate(model)`; only one method of a run may do so.
 
         The sets are the test and validation samples of each scored client, the central test set and
-        each domain. The function replaces all metrics. It returns numbers by name, which should
-        include `evaluate.metric`.
+        each domain. raysim then computes no metrics. The function returns numbers by name, which
+        should include `evaluate.metric`.
         """
         self.declared.evaluate = evaluate
 
@@ -607,7 +607,7 @@ class Setup:
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
     def select(self, choose: Callable[[LocalJob, int, int], np.ndarray | None]) -> None:
-        """Choose the samples of each epoch; only one method of a list may do so.
+        """Choose the samples of each epoch; only one method of a run may do so.
 
         choose(job, epoch, epochs) is called for epochs 1 to `epochs`. It returns positions (int64)
         in the client's samples; None for epoch 1 means all samples in all epochs. With
@@ -647,8 +647,8 @@ class Setup:
         """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
         With "loss", this method's hook `loss` is called first, and gets 0 as the loss. With "step",
-        this method's hook `step` is called last, and gets the direction from all other methods'
-        hooks.
+        this method's hook `step` is called last, and gets the direction that other methods' hooks
+        `step` returned.
         """
         self.declared.owned.update(hooks)
 
@@ -678,7 +678,7 @@ class Setup:
     def scores(self, vector: Callable[[ServerView], Tensor]) -> None:
         """Declare a vector that is scored in place of the parameters of the current version.
 
-        Only one method of a list may do so.
+        Only one method of a run may do so.
         vector: called as vector(server); returns the vector [layout.shared], such as the average of
         earlier versions.
         """

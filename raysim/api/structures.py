@@ -42,7 +42,7 @@ class OnStructures:
     """A user's loss or metric, called with the targets as a list of dictionaries.
 
     function: gets the outputs and the targets. If it has an attribute `collate`, it gets
-    function.collate(targets) instead.
+    function.collate(targets) instead of the targets.
     fields: the name, largest shape and type of each array of a target.
     """
 

@@ -282,7 +282,7 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
     """Return the weights of an exchange in which only some replicas take part.
 
     Each present replica becomes a weighted mean of present replicas. The weights of absent replicas
-    are added to its weight for itself, so that the sum is 1.
+    are added to the present replica's weight for itself, so that the sum is 1.
     mixing: the weights of all replicas.
     present: the replicas that take part.
     """

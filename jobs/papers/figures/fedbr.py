@@ -106,8 +106,9 @@ def features(runs: Runs) -> Sequence[Panel]:
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return one panel, a bar chart about the client that has the fewest classes.
 
-    is_local: True shows the trained model's mean output on test samples of classes that the client
-    lacks, 0 without such classes. False shows the fraction of training samples in each class.
+    is_local: True shows the mean output of the client's trained model on test samples of classes
+    that the client lacks, or 0 without such classes. False shows the fraction of the client's
+    training samples in each class.
     """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))

@@ -683,8 +683,8 @@ def describe_device(device: str) -> ResultRow:
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Make the measurements in `options.parts`; return new and earlier results.
 
-    folder: the folder of results.json and page.md. They are read for earlier results, and written
-    after each part.
+    folder: has the file results.json with earlier results. This file and page.md are written after
+    each part.
     say: gets a line for each part.
     Raise `ValueError` for an unknown part, and for a CUDA device if torch sees no GPU.
     """
