@@ -1,7 +1,7 @@
 """Compare the accuracy and time of Flower's own programs on raysim and on Flower's engine.
 
 The programs are unchanged examples and baselines of Flower's repository. Programs that are not apps
-call Flower's `start_simulation`; for raysim, this module replaces it by
+call Flower's `start_simulation`. For raysim, this module replaces that function by
 `raysim.flower.start_simulation`.
 """
 

@@ -119,7 +119,7 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
 
 # --- prepare --------------------------------------------------------------------------------------
 def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
-    """Prepare the runs of some studies that are not prepared yet, and copy their data sets.
+    """Prepare the runs that are not prepared yet, and copy their data sets.
 
     folder: gets runs/NAME for each run, and data/ for the data sets.
     overrides: further overrides of all runs, such as "data.root=DIR".

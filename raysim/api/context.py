@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Plan:
     """The batches of one job, decided before its first step.
 
-    positions: int64 [sum of sizes], for all batches in turn the indices in the client's list of
-    training samples.
+    positions: int64 [sum of sizes], the samples of all batches, one batch after another, as indices
+    in the client's list of training samples.
     sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
     """

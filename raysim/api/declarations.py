@@ -105,8 +105,9 @@ class Task:
     def metric(self) -> MetricRule:
         """The main metric of the task, such as accuracy.
 
-        Its scores decide the best round of a run and the best trial of a sweep. A run reports the
-        round in which they first reach each value of the setting `thresholds`.
+        The scores of this metric decide the best round of a run and the best trial of a sweep. A
+        run reports the round in which the score first reaches each value of the setting
+        `thresholds`.
         """
         return self.metrics[0]
 

@@ -86,7 +86,7 @@ class Declarations:
         """Return the declarations of the method that set an attribute; None without one.
 
         fact: an attribute of `MethodDeclaration` that at most one method may set, such as "stages"
-        or "train". It is None if it is not set.
+        or "train". The attribute is None if the method did not set it.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None

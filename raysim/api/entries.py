@@ -13,8 +13,7 @@ class Entries(MutableMapping[str, V], Generic[V]):
 
     `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`.
     owner: the object that has the dictionary.
-    attribute: the owner's attribute with the dictionary; the owner may replace the dictionary
-    later.
+    attribute: the owner's attribute with the dictionary, which the owner may replace later.
     method: the name of the method.
     """
 

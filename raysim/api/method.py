@@ -157,7 +157,7 @@ class Method:
         """Return the aggregation with other weights: `aggregation.with_weights(weights)`.
 
         `aggregation.weights` has a number for each update: its weight by the setting `weighting`,
-        changed by earlier methods. `combine` uses the returned weights. By default they are
+        changed by earlier methods. `combine` uses the returned weights. By default the weights are
         unchanged.
         """
         return aggregation

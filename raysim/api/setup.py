@@ -87,7 +87,7 @@ class Omission:
     """A declaration that some jobs do not receive or send the whole model, see `Setup.omit`.
 
     down: returns how many floats of the model a job's client does not receive.
-    up: returns how many it does not send.
+    up: returns how many floats of the model a job's client does not send.
     """
 
     down: Callable[[Participation], int]
@@ -372,8 +372,8 @@ class Setup:
     def fixed_parameters(self, names: Sequence[str]) -> None:
         """Freeze parameters, such as "model.head.weight", at their initial values on all clients.
 
-        They are not sent, and clients do not store them. A stage that trains one raises ValueError.
-        Fine-tuning before a score may change them in the scored model.
+        These parameters are not sent, and clients do not store them. A stage that trains one raises
+        ValueError. Fine-tuning before a score may change them in the scored model.
         """
         self.declared.private_parameters.extend(names)
         self.declared.fixed_parameters.extend(names)
@@ -477,8 +477,9 @@ class Setup:
     ) -> None:
         """Count fewer floats of the model for jobs whose clients do not need the whole model.
 
-        down(job) returns how many floats the client does not receive, up(job) how many it does not
-        send. The method must make sure that the job uses none of these floats.
+        down(job) returns how many floats of the model the client does not receive; up(job) returns
+        how many the client does not send. The method must make sure that the job uses none of these
+        floats.
         """
         self.declared.omissions.append(Omission(down, up))
 

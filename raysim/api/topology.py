@@ -1,7 +1,8 @@
 """Define topologies: which models the server has, and which clients train each model.
 
-A replica is one model of the server, with its server state. A client starts from its replica, into
-which its update is aggregated. In an exchange, replicas become weighted means of replicas.
+A replica is one model of the server, with its server state. A client starts from the replica that
+serves it, and its update is aggregated into that replica. In an exchange, replicas become weighted
+means of replicas.
 """
 
 from __future__ import annotations

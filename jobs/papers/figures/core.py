@@ -70,7 +70,7 @@ class Runs:
     """A factory for the runs of a figure. It does not repeat a finished run.
 
     folder: the folder of the runs.
-    overrides: replace the figure's overrides of the same keys in every run.
+    overrides: overrides of every run. They replace the figure's overrides of the same keys.
     commands: the commands of the runs so far.
     """
 
