@@ -146,9 +146,9 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    Such a method overrides no hook, keeps the default weighting and pools no data. Or it has a
-    public function that its class never calls, and whose name is almost that of a hook it does not
-    override.
+    Such a method overrides no hook, keeps the default weighting and pools no data. Or the method
+    has a public function that the class never calls, with almost the name of a hook. The method
+    does not override this hook.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]

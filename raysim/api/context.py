@@ -1,6 +1,6 @@
 """The data of a job while it trains: its batches, the model's outputs, and its worker.
 
-The training loop uses a `Context`, hooks use a `LocalJob` with short names. SCAFFOLD's
+The training loop uses a `Context`; hooks use a `LocalJob` with short names. SCAFFOLD's
 `job.state["control"]` is `Context.state["scaffold.control"]`.
 """
 
@@ -249,7 +249,7 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: your choice. Calls of a job with the same name return the same copies.
+        name: a name of your choice. Calls of a job with the same name return the same copies.
         values: the vector [layout.total] to load, always the same for a name; None for the
         parameters from which training started.
         """

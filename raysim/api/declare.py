@@ -59,7 +59,7 @@ class Declarations:
 
         A pair has the method's declarations and its function for the hook. Methods that skip the
         hook (`Setup.skip`) are left out.
-        hook: such as "loss".
+        hook: the name of the hook, such as "loss".
         """
         return [
             (declared, declared.hooks[hook]) for declared in self.methods if declared.has_hook(hook)

@@ -175,7 +175,7 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
     """Raise HookError if a job has removed or added an entry of its client state.
 
     state: the client state at the end of the job, by "method.name".
-    before: the names of the entries at the job's start. None may be missing.
+    before: the names of the entries at the job's start, none of which may be missing.
     names: the names that methods have declared. Only these may be added.
     """
     for name in state:

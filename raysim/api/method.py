@@ -88,7 +88,7 @@ class Method:
     def cost(self, job: Participation) -> float:
         """Return the method's additional cost in a job, as a number of samples.
 
-        A forward and a backward pass cost 1, a forward pass alone 1/3
+        A forward and a backward pass of a sample cost 1, a forward pass alone 1/3
         (`raysim.api.declarations.FORWARD`). raysim needs the cost at dispatch, before training.
         """
         return 0.0

@@ -536,7 +536,7 @@ class Setup:
 
         Pass this function itself: `run.client_state("control", run.zeros)`.
         at: for client state, a number of samples; the zeros are on the CPU. For server state, the
-        server; the zeros have its parameters' device and dtype.
+        server; the zeros have the device and dtype of the server's parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -621,7 +621,7 @@ class Setup:
     ) -> None:
         """Declare random tensors, one for each step of a job; raysim draws them for every job.
 
-        name: your choice. In step i = 0, 1, ..., `job.drawn(name)` is tensor i.
+        name: a name of your choice. In step i = 0, 1, ..., `job.drawn(name)` is tensor i.
         draw: called as draw(job, generator) before a job's first step. It returns a sequence of
         `job.plan.steps` tensors.
         """
@@ -632,7 +632,7 @@ class Setup:
 
         "add" adds a term. "shift" adds a vector that the method keeps for the client (SCAFFOLD).
         "mix" mixes the gradient with another vector (FedCM) or sets parts of it to 0 (FlexLoRA).
-        Hooks of several methods are called in this order.
+        If several methods correct the gradient, they are called in this order.
         """
         self.declared.correction = kind
 

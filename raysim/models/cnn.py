@@ -205,7 +205,7 @@ def flat_size(
     name: the option of the group `model`, for the error.
     channels: the number of maps after the last convolution.
     windows: the (size, stride, padding) of each convolution and pool.
-    Raise ValueError if images of the shape `input_shape` are too small.
+    Raise ValueError if images of the shape `input_shape` (channels, height, width) are too small.
     """
     height, width = input_shape[1:]
     for window, stride, padding in windows:
