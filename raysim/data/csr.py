@@ -72,7 +72,7 @@ class CSR:
 class Partition:
     """The training, test and validation rows of each client.
 
-    train: unseen clients have none here.
+    train: the rows that clients train on; unseen clients have none here.
     validation: rows for choosing settings or rounds, or None.
     spare: training rows that `partition.fraction` left out, or None.
     unseen: the ascending numbers of the clients that are never trained, or None.

@@ -147,8 +147,8 @@ class Partitioner:
 
         Return their positions in the central test set, by client. This function is used only if
         `test_fraction` is None.
-        labels, domains: those of the central test set.
-        num_domains: the number of domains with training rows, which come first.
+        labels, domains: the label and the domain of each sample of the central test set.
+        num_domains: D. Domains 0 to D - 1 have training rows, and all later domains have none.
         """
         raise NotImplementedError
 

@@ -303,7 +303,7 @@ def convert_inputs(
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
     Floats and booleans become float32, and uint8 values stay uint8 if `tokens` is None. All other
-    integers are token numbers and become int64. Without them, the second result is None.
+    integers are token numbers and become int64. Without token numbers, the second result is None.
     inputs: [n, ...].
     tokens: None infers the number of tokens from the largest one.
     name: the name of the source, for errors.

@@ -26,9 +26,10 @@ def statistics(data: FederatedData) -> dict[str, object]:
     """Return numbers that describe the split, by name.
 
     "sizes", "test_sizes" and "classes_per_client" have the smallest, the median and the largest
-    number of a client. Clients without samples do not count for the classes. "unused" training rows
-    have no client. "pooled_entropy" is the entropy of all clients' labels together, in nats.
-    "counts" and "heterogeneity" are the results of `class_counts` and `heterogeneity`.
+    number of a client's training samples, test samples and classes. Clients without samples do not
+    count for the classes. "unused" is the number of training rows without a client.
+    "pooled_entropy" is the entropy of all clients' labels together, in nats. "counts" and
+    "heterogeneity" are the results of `class_counts` and `heterogeneity`.
     """
     counts = class_counts(data)
     sizes = counts.sum(axis=1)

@@ -1,8 +1,8 @@
 """Store trainable tensors and floating buffers in one vector; modules use views of it.
 
 The order is: shared parameters, shared buffers, personal parameters, personal buffers. Integer
-buffers have a separate vector. Frozen parameters and buffers with persistent=False have no vector,
-because every process builds them.
+buffers have a separate vector. Frozen parameters and buffers with persistent=False are in neither
+vector, because every process builds them.
 """
 
 from __future__ import annotations
