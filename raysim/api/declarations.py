@@ -435,8 +435,8 @@ class Local:
     def budget(self, samples: int) -> float:
         """Return how many samples a job trains on, summed over all of its epochs or steps.
 
-        The true number is smaller if a method selects samples, or if the last batch of a pass is
-        small or left out.
+        The true number is smaller if a method selects samples. It is also smaller if the last batch
+        of a pass is small or left out.
         samples: the number of the client's training samples.
         """
         if self.epochs:

@@ -545,8 +545,8 @@ class Setup:
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
         """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) gets and returns a list with an `Update`, or a `Failure` if the job
-        failed, for each job of an aggregation, in the same order.
+        change(arrivals, server) gets a list with an entry for each job of an aggregation: an
+        `Update`, or a `Failure` if the job failed. It returns such a list in the same order.
         """
         self.declared.change_updates = change
 
@@ -632,7 +632,7 @@ class Setup:
 
         "add" adds a term. "shift" adds a vector that the method keeps for the client (SCAFFOLD).
         "mix" mixes the gradient with another vector (FedCM) or sets parts of it to 0 (FlexLoRA).
-        If several methods correct the gradient, they are called in this order.
+        If several methods correct the gradient, the hooks are called in this order.
         """
         self.declared.correction = kind
 

@@ -346,8 +346,8 @@ class QSGD(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), by which decoded values are multiplied under error feedback.
 
-        omega = min(b / s^2, sqrt(b) / s), with b entries in a bucket and s levels, bounds the
-        variance of a decoded vector relative to the squared norm of the sent one (Lemma 3.1).
+        Here omega = min(b / s^2, sqrt(b) / s), with b entries in a bucket and s levels. A vector v
+        is decoded with a variance of at most omega |v|^2 (Lemma 3.1).
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
