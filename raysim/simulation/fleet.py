@@ -322,8 +322,9 @@ class Lognormal(Fleet):
     """A fleet with log-normally distributed speed and bandwidth, drawn once for each client.
 
     speed: median samples per second.
+    sigma: standard deviation of the logarithm of the speed.
     bandwidth_down, bandwidth_up: median bytes received and sent per second.
-    sigma, bandwidth_sigma: standard deviations of the logarithms of speed and bandwidth.
+    bandwidth_sigma: standard deviation of the logarithm of the bandwidth.
     """
 
     speed: float = field(default=1000.0, kw_only=False)

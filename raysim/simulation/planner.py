@@ -338,10 +338,11 @@ class Planner:
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates; return this aggregation.
 
-        Raises RuntimeError or SelectionError for a wrong action or choice of the schedule or the
-        selection rule, NoClientsLeftError if no client becomes available again, and ValueError if
-        no client is available in the first `patience` seconds or `MAX_CONSECUTIVE_LOST_JOBS` jobs
-        in a row are lost.
+        Raises RuntimeError for an action of the schedule that is not allowed, and SelectionError
+        for such a choice of the selection rule.
+        Raises NoClientsLeftError if no client will become available again.
+        Raises ValueError if no client is available in the first `patience` seconds, or if
+        `MAX_CONSECUTIVE_LOST_JOBS` jobs in a row are lost.
         """
         self._short.clear()
         sites = self._sites

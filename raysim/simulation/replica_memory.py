@@ -142,7 +142,7 @@ class ReplicaMemory:
 def _is_movable(tensor: Tensor) -> bool:
     """Return True if a tensor can be moved to disk.
 
-    A tensor must not be empty, and must use all of its allocated memory. A method's cache with
-    space for further rows does not.
+    The tensor must not be empty, and must use all of its allocated memory. A method's cache that
+    has space for further rows cannot be moved.
     """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -57,8 +57,8 @@ class SetScores:
     def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
         """Return the tasks with which workers score all sets of samples that are not empty.
 
-        The sets are the test samples of each client, the validation samples of each client, the
-        central test set, and the domains of the test samples.
+        The sets are each client's test samples and validation samples, the central test set, and
+        the domains of the clients' and of the central test samples.
         client_tasks: for each scored client, the task for its test samples.
         """
         tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]

@@ -183,10 +183,11 @@ class _UnnamedFile:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
 
     def write(self, start: int, array: np.ndarray, total: int) -> None:
-        """Write an array into the file. Raises OSError, which names the folder.
+        """Write an array into the file.
 
         start: the position of the array in the file, in bytes.
         total: the bytes of the whole file with this array, for the error.
+        Raises OSError, which names the folder, if the file cannot be written.
         """
         try:
             self._file.seek(start)

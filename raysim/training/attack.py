@@ -47,12 +47,12 @@ from raysim.vectors.blocks import in_blocks
 class Attack:
     """The settings `attack.*`.
 
-    kind: the attack; "none" for no attackers.
+    kind: "none" for no attackers.
     share: the share of the clients that attack.
-    scale: the factor on the update with kind="sign_flip" and "scaled".
-    sigma: the standard deviation of the noise with kind="gaussian".
-    z: with kind="alie", the number of standard deviations that attackers add to the mean. None
-    computes it as in the paper.
+    scale: the factor on the update for "sign_flip" and "scaled".
+    sigma: the standard deviation of the noise for "gaussian".
+    z: for "alie", the number of standard deviations that attackers add to the mean; None computes
+    it as in the paper.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
@@ -203,13 +203,11 @@ class Attackers(Method):
     def _common_update(
         self, arrivals: Sequence[Update | Failure], trained: int
     ) -> np.ndarray | None:
-        """Return the vector that all attackers send as their update in the attack ALIE.
+        """Return the vector that all attackers send as their update in the attack ALIE, [trained].
 
-        The vector has `trained` entries. Return None for any other attack. Also return None if no
-        honest client or no attacker has sent an update.
+        Return None for any other attack, or if no honest client or no attacker has sent an update.
         arrivals: the updates and failures of the aggregation.
-        trained: the number of shared trainable parameters (`layout.trained`), which come first in
-        an update.
+        trained: the number of shared trainable parameters.
         """
         if self.attack.kind != "alie":
             return None

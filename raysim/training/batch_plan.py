@@ -19,7 +19,7 @@ def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.nda
     """Cut a sequence of samples into consecutive batches.
 
     order: the positions of the samples, in the order of training.
-    batch: the number of samples in a batch; the last batch may be smaller.
+    batch: the size of a batch; the last batch may be smaller.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
@@ -88,9 +88,8 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
     """Return the batch sizes for which steps are recorded if a worker has several lanes.
 
-    These are the full batch size, and the size of the last batch if it is equal for most clients.
+    These are `batch`, and the size of the last batch if it is equal for most clients.
     counts: the number of samples of each client.
-    batch: the full batch size.
     """
     rests = np.bincount(counts[counts > 0] % batch, minlength=1)
     most_frequent = int(rests.argmax())
@@ -134,8 +133,8 @@ class BatchPlanner:
         """Return the batches of a job that takes all samples in every epoch.
 
         samples: the number of the client's training samples.
-        client, participation: the client, and the number of its earlier jobs. They decide the
-        random numbers of the shuffle.
+        client, participation: the client and the number of its earlier jobs. They decide the
+        shuffled order.
         """
         selected = [np.arange(samples)] * (self.local.epochs or 1)
         generator = stream(self.seed, "batches", client, participation)
@@ -144,9 +143,9 @@ class BatchPlanner:
     def plan_finetuning(self, samples: int, epochs: int, client: int, version: int) -> Plan:
         """Return the batches with which a model is fine-tuned before it is scored.
 
-        samples: the number of samples to train on.
-        client, version: the client and the number of the scored version. They decide the random
-        numbers of the shuffle.
+        samples: the number of training samples.
+        client, version: the client and the number of the scored version. They decide the shuffled
+        order.
         """
         local = replace(self.local, epochs=epochs, steps=None)
         selected = [np.arange(samples)] * epochs

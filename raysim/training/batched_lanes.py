@@ -135,10 +135,9 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class _LinearLanes:
-    """A linear layer of all K lanes.
+    """A linear layer of all K lanes, each with a batch of B samples.
 
-    A call computes m outputs for each sample, [K, B, m], from n inputs of each sample, [K, B, n]. B
-    is the number of samples in the batch of a lane.
+    A call computes [K, B, m] outputs from [K, B, n] inputs.
     parts: the weights [K, m, n] and, if the layer has one, the bias [K, m].
     precision: the dtype of the products; None takes the dtype of the weights.
     """
@@ -246,8 +245,7 @@ class BatchedLanes(LaneLoop[Lane]):
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
         """Make one training step; return the losses of all K lanes, a scalar for each.
 
-        Lanes without a job are computed, too. Their samples have weight 0 and their loss is 0.
-        Their parameters may change, but are never used.
+        Lanes without a job are computed, too. Their loss is 0, and their parameters may change.
         busy: the lanes that have a job.
         """
         inputs, targets, weights = self._stack(busy)
@@ -273,9 +271,8 @@ class BatchedLanes(LaneLoop[Lane]):
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
         """Clip the gradient of each of the K lanes to the norm `local.clip`.
 
-        A range is a group of trained parameters without a gap between them in the vector.
-        If `local.clip` is 0, return `gradients` unchanged. Otherwise return the clipped gradients,
-        one tensor [K, n] for each range. Here n is the number of floats in the range.
+        Return one tensor [K, n] for each range of n trained parameters that follow one another in
+        the vector. If `local.clip` is 0, return `gradients`.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip
@@ -287,11 +284,11 @@ class BatchedLanes(LaneLoop[Lane]):
         return list(flat.split([run.stop - run.start for run in self.group.runs], dim=1))
 
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
-        """Stack the next batches of all K lanes; return inputs, targets and the samples' weights.
+        """Stack the next batches of K lanes; return inputs, targets and the weights of samples.
 
-        Inputs and targets are [K, B, ...], and weights are [K, B]. B is the number of rows for each
-        lane. A smaller batch is padded with rows of weight 0.
-        busy: the lanes that have a job. All rows of a lane without a job have weight 0.
+        Inputs and targets are [K, B, ...], weights are [K, B], for B rows of each lane. Rows that
+        pad a smaller batch, and all rows of a lane without a job, have weight 0.
+        busy: the lanes that have a job.
         """
         batches = {lane.row: lane.next_batch for lane in busy}
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())
@@ -312,9 +309,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
         """Return the weight of each of B samples in the loss of each of K lanes, [K, B].
 
-        The weight is 1 / (size of the lane's batch). It is 0 for samples that only pad a smaller
-        batch, and for all samples of lanes without a job.
-        batches: the batch of each lane that has a job, by the lane's number.
+        It is 1 / (size of the lane's batch), and 0 for samples that pad a smaller batch or belong
+        to a lane without a job.
+        batches: by number of a lane that has a job.
         """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():

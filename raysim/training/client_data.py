@@ -26,9 +26,8 @@ CHUNK_FLOATS = 1 << 20
 class ClientData:
     """The samples of all clients, on the device of a worker.
 
-    inputs: [n, ...], as the data set stores them (images: uint8 [n, c, h, w]).
-    labels: [n, ...], as the data set stores them.
-    partition: the rows of the training samples of each client.
+    inputs, labels: [n, ...], as the data set stores them (images: uint8 [n, c, h, w]).
+    partition: the rows of each client's training samples.
     """
 
     def __init__(
@@ -77,10 +76,10 @@ class ClientData:
     def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
         """Yield the batches of a plan.
 
-        plan: the positions of the samples in each batch.
-        rows: the rows of the data set to which these positions refer.
-        purpose, keys: text and numbers that decide the random numbers for augmentation, for example
-        "augment", the client and the number of its earlier jobs.
+        plan: the positions of the samples in each batch, as indices into `rows`.
+        rows: rows of the data set.
+        purpose, keys: decide the random numbers for augmentation, for example "augment", the client
+        and the number of its earlier jobs.
         """
         rows = rows[plan.positions]
         generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None
@@ -119,11 +118,10 @@ class PreparedBatches:
         return self._prepared.pop(job.number, None)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Prepare the batches of the next jobs with one data access.
+        """Prepare the batches of the next jobs with one data access of up to `CHUNK_FLOATS` values.
 
-        The jobs are prepared in order, until the data of the next job would exceed the largest
-        amount of data for one access (`CHUNK_FLOATS`). Nothing is prepared if fewer than two jobs
-        fit, if a method selects samples, or if inputs are augmented.
+        Nothing is prepared if fewer than two jobs fit, if a method selects samples, or if inputs
+        are augmented.
 
         jobs: the next jobs, in the order in which they will begin.
         """

@@ -21,9 +21,8 @@ Record: TypeAlias = Callable[[Compute], Compute]
 def recorder(device: torch.device) -> Record:
     """Return the function that records computations on a device.
 
-    The returned function takes a computation, which is a function without arguments that returns
-    tensors. It returns a function that repeats this computation: on a GPU by a CUDA graph,
-    elsewhere by calling the computation again.
+    This function takes a computation, which has no arguments and returns tensors. It returns a
+    function that repeats the computation: on a GPU by a CUDA graph, elsewhere by a call.
     """
     if device.type != "cuda":
         return lambda compute: compute
@@ -34,8 +33,8 @@ def recorder(device: torch.device) -> Record:
 def _capture(compute: Compute, pool: Any) -> Compute:
     """Record a computation as a CUDA graph; return a function that replays it.
 
-    The tensors that a replay returns are valid until the next replay of a graph with the same pool.
-    pool: the handle of the GPU memory that graphs share, from `torch.cuda.graph_pool_handle`.
+    The returned tensors are valid until the next replay of a graph with the same pool.
+    pool: the handle of the graphs' GPU memory, from `torch.cuda.graph_pool_handle`.
     """
     graph = torch.cuda.CUDAGraph()
     with (

@@ -59,8 +59,8 @@ def openblas_threads() -> Any:
 def _keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of returning it to the operating system.
 
-    Otherwise the memory of large gradients would be mapped again at every step. With gradients of
-    30 MB, this took 11 % of the time of a benchmark.
+    Otherwise every step would map the memory of large gradients again. This took 11 % of a
+    benchmark's time with gradients of 30 MB.
     """
     if sys.platform != "linux":
         return

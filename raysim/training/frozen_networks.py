@@ -20,8 +20,7 @@ from raysim.vectors.layout import Vector
 class FrozenNetworks:
     """Named copies of a run's networks, in eval mode and without gradients, for methods.
 
-    A method chooses the name of a copy, and the values that each job loads into it, for example
-    those of the received model.
+    Each job loads values into a copy, for example those of the received model.
 
     vector: the vector of the networks that are trained.
     """
@@ -34,11 +33,8 @@ class FrozenNetworks:
     def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """Return a frozen copy of all neural networks of the run, by network name.
 
-        The values are loaded into the copy once per job.
-
-        ctx: the context of the job.
         name: the name that the method has chosen for the copy.
-        values: [layout.total], the values to load. None loads the model from which training
+        values: [layout.total], loaded once per job. None loads the model from which training
         started, with the client's personal parameters.
         """
         if self._owners.get(name) is not ctx:
@@ -48,11 +44,9 @@ class FrozenNetworks:
         return self._vectors[name].networks
 
     def vector(self, name: str) -> Vector:
-        """Return the vector of a frozen copy of the run's neural networks.
+        """Return the vector of a frozen copy of the networks, with the last loaded values.
 
-        The copy is made when its name is used for the first time. The vector contains the values
-        that were last loaded into the copy.
-        name: the name that a method has chosen for the copy.
+        name: the name that a method has chosen for the copy. A copy with a new name is made.
         """
         if name not in self._vectors:
             trained = self._trained

@@ -1,7 +1,6 @@
 """The frozen weights of a run with adapters: one copy for all processes of a node.
 
-No process changes them. If a method must change a weight, it makes the weight a trainable parameter
-or a buffer, which belongs to the vector.
+No process changes them. A weight that a method changes must be a trainable parameter or a buffer.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def frozen_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, 
 
 
 def collect_arrays(networks: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Return all frozen parameters of the networks as NumPy arrays, by full name.
+    """Return all frozen (untrained) parameters of the networks as NumPy arrays, by full name.
 
-    A frozen parameter is not trained. Its full name is "network.path", such as "model.head.weight".
-    dtype: floating-point parameters are converted to this type; integer parameters keep their type.
+    A full name is "network.path", such as "model.head.weight".
+    dtype: the type of the returned floating-point parameters; integer parameters keep their type.
     """
     arrays = {}
     for name, parameter in frozen_parameters(networks):

@@ -51,13 +51,11 @@ def _align_argument(argument: Any) -> Any:
 
 
 def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer's function with aligned tensors.
+    """Call a layer's function with aligned tensors: copies replace tensors at other addresses.
 
-    Tensors at unaligned addresses are replaced by copies. Functions such as `batch_norm` change
-    running means and variances in place. If these are copies, the new values are then copied back
-    into the original tensors.
+    If the function changes running means and variances in place, such as `batch_norm`, their new
+    values are copied back into the original tensors.
     func: the function, such as `torch.nn.functional.linear`.
-    args, kwargs: the arguments of `func`.
     """
     aligned = [_align_argument(argument) for argument in args]
     aligned_by_name = {name: _align_argument(argument) for name, argument in kwargs.items()}
@@ -150,8 +148,8 @@ _READING = {
 class NoReading(TorchFunctionMode):
     """A torch function mode that forbids Python to read values of tensors.
 
-    A CUDA graph does not repeat what Python does with such a value. With this mode, a step that
-    reads a value raises an error on every device, and not only during the capture of a graph.
+    A CUDA graph does not repeat what Python does with a value. With this mode, a step that reads a
+    value raises an error on every device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -67,7 +67,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
 
     name: the name of the process, for errors.
     packages: packages besides raysim whose code the run uses.
-    device: the device that the process computes on; "" for a process that trains nothing.
+    device: the device for training; "" for a process that trains nothing.
     node: the name of this machine; "" means the host name.
     """
     facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
@@ -189,10 +189,9 @@ class Participants:
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
         """Return for each fact its expected value, and the process from which the value comes.
 
-        A fact is an entry of `Identity.facts`, such as a library's version. The expected value
-        comes from the first process that has the fact. The driver comes first, then the processes
-        that have joined, then the new processes.
-        new: processes that will be added to the run.
+        A fact is an entry of `Identity.facts`. Its value comes from the first process that has it:
+        the driver, then joined processes, then new ones.
+        new: processes that will join the run.
         """
         first: dict[str, tuple[str, Identity]] = {}
         for identity in [*self.all, *new]:
@@ -227,9 +226,8 @@ def _check_equal(
 def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
     """Describe all facts of a process that differ from the expected values; "" if none differs.
 
-    reference: for each name of a fact, the expected value, and the identity of a process that has
-    this value.
-    identity: the identity of the process whose facts are compared.
+    reference: for each fact, the expected value and the identity of a process that has it.
+    identity: the process to compare.
     """
     texts = []
     for fact, value in identity.facts.items():

@@ -57,11 +57,10 @@ class Init:
 
 @dataclass(frozen=True, eq=False)
 class InitialWeights:
-    """The tensors of a file as arrays, and the settings that select among them.
+    """The tensors of a weights file as arrays, and the settings that select among them.
 
-    init: the settings.
-    tensors: the arrays of the file, by their names in it.
-    base: the checksum of the frozen weights to which the adapters in the file belong
+    tensors: the arrays, by their names in the file.
+    base: the checksum of the frozen weights for which the file's adapters were trained
     (`base_sha256`); "" if the file does not say.
     """
 
@@ -72,11 +71,10 @@ class InitialWeights:
     def load_into(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> None:
         """Copy the values into the networks.
 
-        Raises ValueError, which names tensors, if tensors of the file and of the run do not match.
-
         networks: the neural networks of the run, by name.
-        personal: full names of tensors that stay on the clients. They may be missing, because a
-        file that a run has written does not have them.
+        personal: full names of tensors that stay on the clients. The file need not have these
+        tensors.
+        Raises ValueError if other tensors of file and run do not match.
         """
         targets = _Targets(networks, personal)
         with torch.no_grad():
@@ -320,7 +318,7 @@ class _Targets:
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
     """Map names in a file written without adapters to full names of the run's tensors.
 
-    The model of the run has adapters; the model that wrote the file has none.
+    The run's model has adapters.
     scheme: the same map for a file written with adapters.
     """
     return {
@@ -343,12 +341,11 @@ def _format_names(names: Iterable[str]) -> str:
 
 # --- the file ----------------------------------------------------------------------------
 def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
-    """Read the file of the initial weights.
+    """Return `init` with the checksum of its file, and the weights of the file.
 
-    init: the settings of the initial weights. `init.file` is None if the run uses no file.
-    Returns `init` with the file's checksum, and the weights. Without a file, the weights are None.
-    Raises ValueError if the file cannot be read or contains no state dict, or if `init.sha256` is
-    set and differs from the file's checksum.
+    Without a file (`init.file` is None), return `init` and None.
+    Raises ValueError if the file cannot be read or contains no state dict. Also raises ValueError
+    if the checksum differs from `init.sha256`, unless that is None.
     """
     if init.file is None:
         return init, None

@@ -23,9 +23,8 @@ class JobHandler(Protocol):
     def is_ready(self, position: int) -> bool:
         """Return True if a job can begin now.
 
-        A job starts from a client state. If an earlier job of the same client computes this state,
-        the job must wait until the earlier job has ended.
-        position: the index of the job in `JobHandler.numbers`, from 0.
+        A job must wait for an earlier job of its client that makes the client state for it.
+        position: the index of the job in `JobHandler.numbers`.
         """
         ...
 

@@ -83,10 +83,9 @@ L = TypeVar("L", bound=Lane)
 class LaneLoop(ABC, Generic[L]):
     """A loop that trains jobs in K lanes.
 
-    trainer: the worker's trainer, whose networks train the jobs of all lanes.
+    trainer: the worker's trainer.
     data: [K, layout.total], the vectors of the lanes.
     counters: [K, layout.total_counters], the integer buffers of the lanes.
-    lane_type: the class of the lanes.
     """
 
     def __init__(self, trainer: Trainer, data: Tensor, counters: Tensor, lane_type: type[L]):
@@ -154,9 +153,8 @@ class LaneLoop(ABC, Generic[L]):
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
         """Divide jobs among the K lanes; return for each lane its jobs, as indices into `numbers`.
 
-        The lane of a job is (number + number // K) % K, which also spreads numbers that are
-        multiples of K.
-        numbers: the job numbers, which identify the jobs in the run.
+        Job n trains in the lane (n + n // K) % K, so that multiples of K are also spread.
+        numbers: the job numbers.
         """
         # The last bit of a result may depend on the lane, because kernels may compute the last
         # entries of a tensor in another way. Therefore the lane depends only on the job's number.
@@ -168,9 +166,8 @@ class LaneLoop(ABC, Generic[L]):
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
         """End a lane's job if it is finished, and begin the lane's next job that is ready.
 
-        waiting: the positions, in `jobs.numbers`, of the lane's jobs that have not begun. A job
-        that begins is removed from this list.
-        jobs: the object that begins and ends the jobs.
+        waiting: the positions in `jobs.numbers` of the lane's jobs that have not begun. The new job
+        is removed from this list.
         """
         while lane.batch is None:
             try:

@@ -93,12 +93,10 @@ class OwnTraining:
     def train(self, ctx: Context) -> LocalResult:
         """Run the user's training function for one client.
 
-        Before the call, the vector has the model that the client received. Afterwards it has the
-        trained model.
+        The vector has the received model before the call, and the trained model afterwards.
 
-        ctx: the context of the client's job.
-        Raises LocalTrainingError if the user's function returns neither a `LocalResult` nor None,
-        or if it changes the shape of a tensor.
+        Raises LocalTrainingError if the function returns neither a `LocalResult` nor None, or
+        changes the shape of a tensor.
         """
         seed = torch_seed(ctx.seed, "own_training", ctx.client, ctx.participation)
         try:

@@ -34,9 +34,8 @@ def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) 
 def feature_distance(local: Reals, received: Reals) -> float:
     """Return the relative distance of the features: sum_i |l_i - r_i| / sum_i |r_i|.
 
-    l_i and r_i are row i of `local` and of `received`. The result is 0 if both are equal. Otherwise
-    it is nan if all received features are 0.
-    local, received: [rows, features], the features of the local and of the received model.
+    l_i, r_i: row i of `local` and `received` [rows, features], the features of two models. The
+    result is 0 if both are equal. Otherwise it is nan if all received features are 0.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     moved = float(np.linalg.norm(local - received, axis=1).mean())
@@ -49,9 +48,8 @@ def feature_distance(local: Reals, received: Reals) -> float:
 def feature_similarity(local: Reals, received: Reals) -> float:
     """Return the mean cosine between a row of `local` and the same row of `received`.
 
-    The result is exactly 1 if both are equal. The cosine of two rows of zeros counts as 1. If only
-    one of the two rows is zero, the cosine counts as 0.
-    local, received: [rows, features], the features of the local and of the received model.
+    local, received: [rows, features], the features of two models. The result is exactly 1 if both
+    are equal. A cosine counts as 1 if both rows are zero, and as 0 if only one is.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     local_squares, received_squares = (local * local).sum(axis=1), (received * received).sum(axis=1)
@@ -82,11 +80,11 @@ def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean probability that the local model gives to the true class of unseen rows.
 
-    Unseen rows are rows of classes that the client's training data does not have. Return None if
-    there are none.
-    probabilities: [rows, classes], the outputs of the local model after softmax.
-    labels: [rows], the true class of each row.
-    seen: bool [classes], True for a class in the client's training data.
+    Unseen rows have classes that the client's training data does not have. Return None if there are
+    none.
+    probabilities: [rows, classes].
+    labels: [rows], the true classes.
+    seen: bool [classes], True for a class in the training data.
     """
     rows = np.flatnonzero(~seen[labels])
     if not len(rows):

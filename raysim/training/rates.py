@@ -30,7 +30,7 @@ def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[f
 def is_in_part(parameter: str, part: str) -> bool:
     """Return True if a parameter belongs to a part of the model.
 
-    parameter: the full name of the parameter, such as "model.head.weight".
+    parameter: the full name, such as "model.head.weight".
     part: "head", "body" (the model without head and adapters), "adapters", or the full name of a
     module or parameter.
     """

@@ -40,9 +40,9 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 class Reads:
     """The names of all client data that steps have read so far: tensors and Python values.
 
-    entries: the tensors that steps have read, as pairs (table, key), in the order of their first
-    reads. An example is ("state", "scaffold.control"). `tables_of` lists the tables.
-    facts: the names of the Python values that steps have read, such as "client".
+    entries: the tensors as pairs (table, key), in the order of their first reads, such as ("state",
+    "scaffold.control").
+    facts: the names of the Python values, such as "client".
     """
 
     entries: dict[Entry, None] = field(default_factory=dict)
@@ -55,11 +55,10 @@ class Reads:
 class TrackedTable(UserDict[str, Tensor]):
     """A table of tensors that records which of its original tensors a step reads.
 
-    If the step replaces a tensor and then reads the new one, this read is not recorded.
+    Reads of tensors that the step itself has put into the table are not recorded.
 
     name: the name of the table, such as "state".
     values: the original tensors, by key.
-    reads: the object in which the reads are recorded.
     """
 
     def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
@@ -90,11 +89,10 @@ class TrackedTable(UserDict[str, Tensor]):
 
 @dataclass(eq=False)
 class RecordedLane(Lane):
-    """A lane whose training steps are recorded: one of the clients that train at the same time.
+    """A lane whose training steps are recorded.
 
-    modes: the mode of each neural network or module whose mode was set by a step of the job. True
-    means train mode, False means eval mode. The entries are in the order in which the modes were
-    last set.
+    modes: the mode of each neural network or module that a step of the job has set: True for train
+    mode, False for eval mode. The name that was set last is last.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
@@ -118,7 +116,7 @@ class RecordedLane(Lane):
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
     """Return a tensor of a lane's client, or None if the client does not have it.
 
-    table: the name of a table: "state", "kept", "download", "draws" or `VECTORS`.
+    table: "state", "kept", "download", "draws" or `VECTORS`.
     key: the name of the tensor in this table, such as "scaffold.control".
     """
     ctx = lane.ctx
@@ -164,10 +162,9 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 class Sizes:
     """The sizes of a job's batches and of its client's data, for hooks in a recorded step.
 
-    This object replaces the job's `Plan` in the recorded step. It lacks the positions of the
-    samples.
+    It replaces the job's `Plan`, but has no positions of samples.
 
-    sizes: the number of samples in each batch of the job.
+    sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
     """
 
@@ -246,11 +243,10 @@ class RecordedContext(Context):
     ) -> Mapping[str, nn.Module]:
         """Return a second set of all networks, by name, in eval mode and without gradients.
 
-        Until the step ends, these networks use the tensor `values` itself and not a copy of it.
+        The networks use `values` itself, not a copy, until the step ends.
 
-        name: a name for the set. Later calls in the same step with this name ignore `values`.
-        values: the parameters and buffers of the set [layout.total]; None means the model from
-        which training started.
+        name: a name for the set. Later calls in the step with this name ignore `values`.
+        values: [layout.total]; None means the model from which training started.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)
@@ -264,9 +260,8 @@ class RecordedContext(Context):
     def changed(self) -> dict[Entry, Tensor]:
         """Return the tensors that hooks of methods have set in this step.
 
-        Each key is a pair. The first entry is "state" for a tensor of the client state, or "kept"
-        for a tensor that a method keeps until the job's end. The second entry is "method.name": the
-        names of the method and of the tensor.
+        A key is a pair: "state" (client state) or "kept" (kept until the job's end), and the
+        tensor's full name "method.name".
         """
         changed: dict[Entry, Tensor] = {}
         for name in ("state", "kept"):

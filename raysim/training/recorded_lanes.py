@@ -64,9 +64,9 @@ def stacked_rows(flat: Tensor, count: int, alignment: int) -> Tensor:
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
     """Return the modes of neural networks and modules after some stages.
 
-    In the result, the name whose mode was set most recently is the last one.
-    modes: the modes before the stages. A mode is True for train mode and False for eval mode.
-    stages: the stages, in the order of their training. Each stage sets some modes.
+    modes: the modes before: True for train mode, False for eval mode. The result has the most
+    recently set mode last.
+    stages: the stages, in the order of training.
     """
     result = dict(modes)
     for stage in stages:
@@ -79,8 +79,8 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 class RecordedLanes(LaneLoop[RecordedLane]):
     """A loop that trains K clients at once by replaying recorded steps (CUDA graphs on a GPU).
 
-    The top of this file says which steps are of the same kind. The first step of each kind is
-    computed without a recording.
+    The first step of each kind is computed without a recording. The top of this file defines the
+    kinds.
     """
 
     def __init__(self, trainer: Trainer, count: int):
@@ -105,8 +105,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def finish(self, lane: RecordedLane) -> None:
         """Put the modules into the train or eval modes that unrecorded steps would have set.
 
-        A replayed step does not set the modes of modules. Therefore the loop stores in `lane.modes`
-        the modes that the steps of the job would have set.
+        Replayed steps set no modes; `lane.modes` has the modes instead.
         lane: the lane of the finished job.
         """
         if self.trainer.declarations.methods:
@@ -115,8 +114,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def prepare(self, lane: RecordedLane) -> None:
         """Give a lane's job the optimizers that it needs for its next step and does not have yet.
 
-        There is an optimizer for each stage of a step. Its buffers get the values from an earlier
-        job of the client, or 0.
+        Each stage has an optimizer, with the buffers of an earlier job of the client, or 0.
         """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
@@ -164,9 +162,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _is_recorded(self, lane: RecordedLane) -> bool:
         """Return True if the lane's next step shall be recorded and replayed.
 
-        With a single lane, all steps are recorded. With several lanes, only steps with usual batch
-        sizes are recorded. A usual size is the full batch size. If the last batch has the same size
-        for most clients, this size is usual, too.
+        With several lanes, this needs a usual batch size (`usual_batch_sizes`). With a single lane,
+        all steps are recorded.
         """
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
@@ -181,11 +178,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
         """Make the next step of some lanes, whose steps are of the same kind.
 
-        The first step of a kind is computed without a recording, the second step is recorded, and
-        later steps replay this recording.
+        The first step of a kind is unrecorded, the second step is recorded, and later steps replay
+        this recording.
 
-        key: the kind of the step, as `_key` returns it.
-        lanes: the lanes that make the step.
+        key: the kind, as `_key` returns it.
         """
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)
@@ -302,12 +298,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 class Recording:
     """The recorded step of some lanes, which `replay` repeats on other inputs.
 
-    The recorded operations read tensors of the recording, at fixed addresses. A replay first copies
-    the current values into these tensors.
+    A replay first copies the inputs into tensors of the recording, at fixed addresses.
 
-    loop: the loop that makes the steps.
     lanes: the lanes that make the step at the same time.
-    inputs: the tensors that the step reads. The recording makes its own copies of them.
+    inputs: the tensors that the step reads.
     """
 
     def __init__(
@@ -340,9 +334,9 @@ class Recording:
     def _compute(self) -> Sequence[Tensor]:
         """Compute the step of each lane; return the results of all lanes in one list.
 
-        On a GPU, each lane has a separate branch of the CUDA graph, so that the lanes compute in
-        parallel. The results of a lane are its loss, if it has one, and the tensors that its hooks
-        have changed. The lanes follow one another in the list, and `_outputs` describes the list.
+        The results of a lane are its loss, if it has one, and the tensors that its hooks have
+        changed; `_outputs` describes them. On a GPU, lanes compute in parallel branches of the
+        graph.
         """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
@@ -387,9 +381,8 @@ def _form(tensor: Tensor | None) -> object:
 def _name_method_in_errors() -> Iterator[None]:
     """Convert errors inside the `with` statement, which computes a recorded step.
 
-    If a hook would also fail without a recording, the new error has the hook's error text.
-    Otherwise the new error names the method that failed, and asks the user to set
-    `runtime.graph=false`. A LanesError stays unchanged.
+    The new error has a hook's error text if the hook would also fail without a recording. Otherwise
+    it names the method and suggests `runtime.graph=false`. A LanesError stays unchanged.
     """
     try:
         yield

@@ -20,7 +20,7 @@ class StateHandle:
 
     job: the number of the job.
     state: the state on the device; None if it was moved to CPU memory.
-    stored: the state in CPU memory; None if it was not copied yet.
+    stored: the copy in CPU memory; None before it is made.
     """
 
     job: int

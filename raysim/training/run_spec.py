@@ -46,7 +46,7 @@ class Checkpoint:
     """The settings of checkpoints.
 
     every: rounds from one checkpoint to the next; 0 writes none regularly.
-    keep: the number of checkpoints that are kept; older ones are deleted.
+    keep: the number of checkpoints to keep.
     folder: a folder only for this run, or a URL that fsspec supports; None means the run's folder.
     """
 
@@ -279,9 +279,8 @@ def build_model(spec: RunSpec) -> nn.Module:
 def declare_run(spec: RunSpec) -> Declarations:
     """Return the declarations of a run's methods, together with the run's networks.
 
-    The result is the same in every process. If the model has adapters, its frozen weights are
-    converted to the dtype `model.lora.base`. If `spec.frozen` is set, the networks use the arrays
-    of `spec.frozen` as frozen weights, without copies.
+    The result is the same in every process. The networks use the frozen weights in `spec.frozen`
+    without copies. If it is None, frozen weights are converted to the dtype `model.lora.base`.
     """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
@@ -293,8 +292,8 @@ def declare_run(spec: RunSpec) -> Declarations:
 def share_frozen_weights(spec: RunSpec) -> RunSpec:
     """Return a copy of the spec with the frozen weights of its model as arrays in `spec.frozen`.
 
-    Processes of a node that get this copy use the same memory for these weights. If the model has
-    no adapters, return `spec` unchanged.
+    Processes of a node share the memory of these arrays. If the model has no adapters, return
+    `spec`.
     """
     if not spec.model.lora.rank and "peft" not in sys.modules:
         return spec  # no model has adapters
@@ -309,8 +308,8 @@ def share_frozen_weights(spec: RunSpec) -> RunSpec:
 def check_base(spec: RunSpec) -> None:
     """Raise ValueError if the adapters in `init.file` were trained with other frozen weights.
 
-    If a run with adapters writes a file, the file contains a checksum of the frozen weights, but
-    not the weights. The adapters in the file fit only frozen weights with this checksum.
+    The file of a run with adapters has no frozen weights, but a checksum of them. Without a
+    checksum, nothing is checked.
     """
     if spec.weights is not None and spec.weights.base:
         declarations = declare_as_drawn(spec)
@@ -320,9 +319,8 @@ def check_base(spec: RunSpec) -> None:
 def declare_as_drawn(spec: RunSpec) -> Declarations:
     """Return the declarations of a run's methods, without a conversion of frozen weights.
 
-    The neural networks in the result have initial weights, which come from the model or from
-    `init.file`. Frozen weights keep the dtype with which they were initialised or loaded. To
-    convert frozen weights to the dtype `model.lora.base`, call `declare_run` instead.
+    Its neural networks have initial weights of the model or of `init.file`. `declare_run` converts
+    the frozen weights to `model.lora.base`.
     Raises ValueError if settings do not fit the data, the model or the methods.
     """
     settings, task = spec.settings, spec.task
@@ -398,8 +396,7 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, poolin
     """Raise ValueError if settings of the evaluation do not fit data, model or methods.
 
     has_head: True if the model is split into features and a head.
-    pooling: the name of the method that trains one model on the data of all clients; "" if no
-    method does.
+    pooling: the method that trains one model on all clients' data; "" if none does.
     """
     _ = task.metrics  # raises an error for a metric of another kind of task
     if pooling and evaluation.finetune.epochs:
@@ -493,8 +490,8 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
 def sample_flops(spec: RunSpec) -> float:
     """Return PyTorch's count of floating-point operations for one sample, forward and backward.
 
-    PyTorch cannot count them for a learner without gradients, such as a tree. Then the result is an
-    estimate: 6 operations for each float that a client sends in a job.
+    For a learner without gradients, such as a tree, return an estimate: 6 for each float that a
+    client sends in a job.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 

@@ -52,11 +52,9 @@ class Scorer:
     ) -> list[ScoringReport | SetReport]:
         """Return a report for each task: the scores and losses of its samples.
 
-        If a method declares `run.evaluate`, a report has this method's scores of the task's samples
-        instead.
-        published: the version to score.
-        states: the client state of each task; None for a state that is on this worker. An empty
-        sequence means that all states are on this worker.
+        If a method declares `run.evaluate`, a report has this method's scores instead.
+        states: the client state of each task; None for a state on this worker. An empty sequence
+        means that all states are on this worker.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)
@@ -79,9 +77,9 @@ class Scorer:
     ) -> int:
         """Return the index of the version with the smallest loss on a client's training samples.
 
-        Losses are means over all samples, in eval mode and without augmentation. Of versions with
-        equal losses the first one is returned.
-        state: the client state with the personal parameters.
+        The loss is the mean over all samples, in eval mode and without augmentation. The first one
+        of equal versions wins.
+        state: has the personal parameters.
         """
         self.trainer.set_training(False)
         losses = []
@@ -112,11 +110,9 @@ class Scorer:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def client_tensors(self, task: ScoringTask, sent: StoredState | None) -> dict[str, np.ndarray]:
-        """Return the client state of a scored client as NumPy arrays.
+        """Return the client state of a scored client as NumPy arrays, by full name.
 
-        The keys are the tensors' full names, such as "model.head.weight" or "method.name".
-
-        task: the scoring task, which names the client.
+        Full names are, for example, "model.head.weight" or "method.name".
         sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         state = self.states.get(task.client, task.state, sent)

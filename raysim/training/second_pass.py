@@ -1,8 +1,7 @@
 """Compute gradients of the same batch at shifted parameters, for the hook `perturb`.
 
-The first pass is the usual forward pass of a step. A method such as SAM then moves the parameters a
-little and needs the gradient there: this is the second pass. It uses the same batch and the same
-random numbers, so that only the parameters differ.
+The first pass is the usual forward pass of a step. A method such as SAM then needs the gradient at
+shifted parameters. The second pass uses the same batch and random numbers.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ class RepeatedOutputs(Outputs):
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """Return the output stored as `name`; compute and store it at the first use.
 
-        This object stores outputs at the shifted parameters only. If the output of this name was
-        also computed at the original parameters, both computations draw the same random numbers.
+        All stored outputs are at the shifted parameters. If the first pass also computed this
+        output, both computations draw the same random numbers.
         """
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:
@@ -102,11 +101,10 @@ class RepeatedOutputs(Outputs):
 class SecondPass:
     """A second pass through a stage, which begins in the same state as the stage's first pass.
 
-    Create the object before the first pass, because it stores this state: the client state, the
-    methods' intermediate values and the state of torch's random generator.
+    Create the object before the first pass. It stores the client state, the methods' intermediate
+    values and the state of torch's random generator.
 
-    vector: the parameters and buffers of the networks.
-    outputs: the object that will record the outputs of the first pass.
+    outputs: will record the outputs of the first pass.
     """
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):

@@ -68,12 +68,10 @@ def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
-    """Set the train or eval mode of networks and modules.
+    """Set the train or eval mode of networks and modules, in the order of `modes`.
 
-    The modes are set in the order of `modes`. Therefore an entry for a module inside a network must
-    come after the entry for the network.
-    networks: the neural networks by name.
-    modes: for each name of a network or module, True for train mode or False for eval mode.
+    An entry for a module must come after the entry for its network.
+    modes: True for train mode or False for eval mode, by name of a network or module.
     """
     for name, training in modes.items():
         _find_module(networks, name).train(training)
@@ -311,21 +309,19 @@ class Step:
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
         """Return the views of the parameter vector that the optimizer changes.
 
-        If gradients are flat tensors (`is_flat`), there is a view for each slice of the vector in
-        `group.runs`. Otherwise there is a view for each parameter.
-        group: the parameters that a stage trains.
+        They are one view for each slice in `group.runs` if gradients are flat tensors (`is_flat`),
+        else one view for each parameter.
         """
         if self.is_flat:
             return [self.vector.data[run] for run in group.runs]
         return group.views
 
     def group(self, trains: tuple[str, ...]) -> ParameterGroup:
-        """Return the parameters of the given networks or modules, for the stages that train them.
+        """Return the parameters of some networks or modules, for the stages that train them.
 
-        Raises ValueError if there is no trainable parameter, or if a method freezes one of the
-        parameters.
+        Raises ValueError if there is no trainable parameter, or if a method freezes a parameter.
 
-        trains: the names of networks or modules, such as "model" or "model.head".
+        trains: the names, such as "model" or "model.head".
         """
         key = self.vector.data.data_ptr(), trains
         group = self._groups.get(key)
@@ -358,9 +354,9 @@ class Step:
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
         """Divide a stage's trained parameters into groups, one for each optimizer of the stage.
 
-        Parameters are in the same group if they have the same optimizer type and the same factor on
-        the learning rate. With muon, parameters with fewer than two dimensions use adamw.
-        entries: the parameters that the stage trains, as entries of the layout.
+        A group has one optimizer type and one factor on the learning rate. With muon, parameters of
+        fewer than two dimensions use adamw.
+        entries: the parameters that the stage trains.
         """
         factors = rate_factors(entries, self._rates)
         indices_of: dict[tuple[OptimizerKind, float], list[int]] = {}

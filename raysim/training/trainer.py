@@ -83,8 +83,8 @@ class RunningJob:
     def loss_rows(self) -> list[int]:
         """Return, for each loss in `losses`, the number of samples over which it is a mean.
 
-        There is a loss for each step with a stage that has the task loss. If a user's training
-        function trains, there is at most one loss, for all samples of the job.
+        Each step with the task loss gives one loss. A user's training function gives at most one
+        loss, for all samples of the job.
         """
         if self.result is not None:
             return [self.samples] if self.losses else []
@@ -214,11 +214,10 @@ class Trainer:
     ) -> RunningJob:
         """Load a client into the vector, plan its batches, and call `begin` and `prepare` hooks.
 
-        job: the job as it was dispatched.
         base: [layout.shared], the received vector.
         counters: int64 [layout.shared_counters], the received integer buffers.
-        download: the other received tensors, by full name.
-        state: the client state with which the job begins.
+        download: further received tensors, by full name.
+        state: the client's state.
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)

@@ -41,9 +41,8 @@ _silence_read_only_warning()
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on the device.
 
-    For a CPU, the tensor shares the memory of the array. For a CUDA device, the function starts the
-    copy and does not wait for its end. Training can use the tensor even if this function was called
-    in inference mode.
+    On a CPU, both share memory. The copy to a CUDA device may still be running. The tensor can be
+    trained with, even if this function is called in inference mode.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
@@ -59,9 +58,8 @@ _dataset_tensors: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakVa
 def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the inputs and labels of a data set as tensors on the device.
 
-    On a CPU, the tensors are views of the data set's arrays. For any other device, the first call
-    in a process copies the arrays. While these tensors are in use, later calls in this process
-    return the same tensors.
+    On a CPU, they are views of the data set's arrays. On other devices, they are copies, which all
+    calls in a process share while the copies are in use.
     """
     # Other processes have their own copies, because shared GPU memory is lost when the process that
     # allocated it dies.
@@ -98,8 +96,8 @@ class MemoryCopies:
     def copy(self, tensor: Tensor) -> np.ndarray:
         """Start to copy a tensor to CPU memory, and return the array with the copy.
 
-        The array has all values only after `wait`, and nobody may change the tensor before. For a
-        tensor on the CPU, return a view without a copy; the tensor must then never change.
+        The array has all values after `wait`; nobody may change the tensor before. For a CPU
+        tensor, return a view; the tensor must then never change.
         """
         if not has_own_memory(tensor.device):
             return tensor.numpy()

@@ -32,9 +32,8 @@ _NO_COUNTERS = np.empty(0, np.int64)
 class NotFiniteError(FloatingPointError):
     """The error for a client whose loss, update or client state is nan or infinite.
 
-    entry: the full name "method.name" of the tensor that is not finite. If a method's training
-    function made such values, `entry` is only the method's name and a dot. It is "" for parameters,
-    buffers or losses after raysim's training.
+    entry: the full name "method.name" of the tensor. After a method's training function, it is the
+    method's name and a dot. It is "" for parameters, buffers or losses after raysim's training.
     """
 
     def __init__(self, text: str, entry: str = ""):
@@ -200,10 +199,7 @@ class UpdateBuilder:
     def _own_training_error(self, method: str) -> NotFiniteError:
         """Return the error for NaN or infinite values after a method's hook `train`.
 
-        A method with this hook trains by itself, without raysim's steps. The error names the first
-        tensor with such a value, or the loss if all tensors are finite.
-
-        method: the name of the method.
+        The error names the first tensor with such a value, or the loss if all tensors are finite.
         """
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")
