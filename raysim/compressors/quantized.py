@@ -136,7 +136,7 @@ def _restore(
 
 
 def _sum_squares(values: np.ndarray, starts: np.ndarray, squares: np.ndarray) -> None:
-    """Write the sum of squares of each bucket's values.
+    """Write the sum of squares of each bucket's values to `squares`.
 
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.

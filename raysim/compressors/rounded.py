@@ -59,8 +59,7 @@ class _Partwise(Compressor):
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Encode the entries of a part, and write the result into the message.
 
-        values: the entries of the part, float32.
-        part: the positions of these entries in the vector.
+        values: float32, the entries at the positions `part` of the vector.
         slots: the arrays of the message, from the method `slots`.
         """
         raise NotImplementedError
@@ -68,8 +67,7 @@ class _Partwise(Compressor):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Decode the entries of a part from the message.
 
-        out: the tensor to fill, float32 [entries of the part].
-        part: the positions of these entries in the vector.
+        out: the tensor to fill, float32, for the positions `part` of the vector.
         slots: the arrays of the message, from the method `slots`.
         """
         raise NotImplementedError
@@ -149,8 +147,8 @@ class Float16(_Partwise):
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Round the entries of a part to floats of 16 bits, and write them into the message.
 
-        values: the entries of the part, float32; they are clipped to ±65504.
-        part: the positions of these entries in the vector.
+        values: float32, the entries at the positions `part` of the vector; they are clipped to
+        ±65504.
         slots: the result of the method `slots`.
         """
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
@@ -160,8 +158,7 @@ class Float16(_Partwise):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Copy the entries of a part from the message.
 
-        out: the tensor to fill, float32.
-        part: the positions of these entries in the vector.
+        out: the tensor to fill, float32, for the positions `part` of the vector.
         slots: the result of the method `slots`.
         """
         out.copy_(torch.from_numpy(slots[0][part]))
@@ -239,7 +236,7 @@ def _decode_integers(codes: np.ndarray, block: int, scales: np.ndarray, out: np.
 def _decode_floats(
     codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, bits: np.ndarray
 ) -> None:
-    """Multiply floats of the format E4M3 by the scale of their block.
+    """Multiply floats of the format E4M3 by the scales of their blocks.
 
     codes: the bits of the floats, uint8 [entries].
     block: the number of entries in a block.
@@ -333,8 +330,7 @@ class Blocks(_Partwise):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Decode a part of the vector: multiply each number of 8 bits by the scale of its block.
 
-        out: the tensor to fill, float32 [entries of the part].
-        part: the positions of the part in the vector.
+        out: the tensor to fill, float32, for the positions `part` of the vector.
         slots: the scales and numbers of all blocks, from the method `slots`.
         """
         codes, scales, array = slots[1][part], self._scales(part, slots[0]), out.numpy()

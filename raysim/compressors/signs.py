@@ -117,7 +117,7 @@ class SignSGD(Compressor):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return a message with the sign of each entry, in one bit per entry.
 
-        If `self.size` is None, the message begins with the mean absolute value.
+        If `self.size` is None, the message begins with the mean absolute value of `values`.
         values: float32 [layout.trained], the vector to send.
         key, kept: not used, because this compressor is not random and remembers nothing.
         """
@@ -132,8 +132,8 @@ class SignSGD(Compressor):
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the decoded entries, which all have the same absolute value.
 
-        This value is `compression.size`, or, if that is None, the mean absolute value in the
-        message.
+        This value is `compression.size`. If that setting is None, it is the mean absolute value in
+        the message.
         """
         scale, signs = np.float32(self.size or 0), message
         if self.size is None:

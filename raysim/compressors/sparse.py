@@ -291,7 +291,7 @@ class RandK(_Sparse):
     def contraction(self, layout: Layout) -> float:
         """Return k / d, by which decoded values are multiplied under error feedback.
 
-        A message has k of the d entries, which `decode` multiplies by d / k. The factor restores
-        the original entries.
+        A message has k of the d entries, which `decode` multiplies by d / k. The factor k / d
+        restores the original entries.
         """
         return self.count(layout) / layout.trained

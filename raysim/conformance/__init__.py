@@ -34,7 +34,7 @@ __all__ = ["Check", "Study", "checks"]
 class Check:
     """A check of one object of a run, such as a method or a partition.
 
-    A call of the `Check` makes the check. If the tested object fails, the call raises
+    Call the object without arguments to make the check. If the tested object fails, the call raises
     AssertionError or the error that stopped a run.
     name: the tested object and the tested property.
     """

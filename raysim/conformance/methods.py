@@ -280,7 +280,7 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
     """Return an object that computes how many fewer floats a job receives due to compression.
 
-    If the server compresses, it sends changes from version to version in place of all parameters.
+    With compression, the server sends changes from version to version in place of all parameters.
     Return None if the server does not compress changes.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout

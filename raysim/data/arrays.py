@@ -362,7 +362,7 @@ def _concatenate(
     """Join the values of one column in the training data and in the test data.
 
     parts: the column of the training data, then that of the test data if there are any. A column is
-    an array, or a list of labels for each sample.
+    an array, or a list with the labels of each sample.
     name: the column's name in errors.
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]

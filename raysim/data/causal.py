@@ -79,7 +79,7 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
 
     letters: the characters of tokens 1, 2, 3 and so on.
     has_other: True adds a last token for all other characters; with False, `encode` raises
-    ValueError for them.
+    ValueError for other characters.
     """
     names = [END_NAME, *letters]
     token_of = {letter: token for token, letter in enumerate(names)}
@@ -282,7 +282,7 @@ def pack(
 def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
     """Join documents to a stream; return its tokens without the last token, and their labels.
 
-    A token's label is the next token, or `IGNORED` if that is part of a prompt.
+    A token's label is the next token, or `IGNORED` if the next token is part of a prompt.
     end: the token in front of each document and after the last one.
     """
     tokens, labels = [np.array([end])], []

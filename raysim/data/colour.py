@@ -16,7 +16,8 @@ LUMA = (19595, 38470, 7471)
 def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which every value is multiplied by the image's factor.
 
-    images: uint8 [B, 1 or 3, h, w], also the type of the result; products above 255 become 255.
+    images: uint8 [B, 1 or 3, h, w]; the result has the same shape and type. Products above 255
+    become 255.
     factors: float32 [B]; 1 changes nothing.
     """
     return _to_levels(images * _per_image(factors))
@@ -26,7 +27,7 @@ def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which the contrast of each image is changed.
 
     The factor multiplies each value's difference from the image's mean brightness.
-    images: uint8 [B, 1 or 3, h, w], also the type of the result.
+    images: uint8 [B, 1 or 3, h, w]; the result has the same shape and type.
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
     """
     # a sum of integers does not depend on their order
@@ -39,7 +40,7 @@ def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
     """Return a batch of images in which the saturation of each image is changed.
 
     The factor multiplies each channel's difference from the pixel's brightness.
-    images: uint8 [B, 1 or 3, h, w], also the type of the result.
+    images: uint8 [B, 1 or 3, h, w]; the result has the same shape and type.
     factors: float32 [B]; 0 makes an image grey, 1 changes nothing.
     """
     grey = luma(images)
@@ -50,7 +51,7 @@ def shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
     """Return a batch of images in which every pixel's hue is shifted on the colour circle.
 
     Images with one channel are returned unchanged.
-    images: uint8 [B, 1 or 3, h, w], also the type of the result.
+    images: uint8 [B, 1 or 3, h, w]; the result has the same shape and type.
     shifts: float32 [B], the shift of each image as a share of the circle, from -1 to 1.
     """
     if images.shape[1] == 1:

@@ -467,9 +467,9 @@ def group_values(
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
     """Return True if the labels of two files have types that can be concatenated.
 
-    Lists do not go with single values, nor text with numbers.
+    Lists cannot be joined with single values, nor text with numbers.
     one, other: the type of each file's labels.
-    separate_floats: True if floats do not go with integers, because integers are classes.
+    separate_floats: True if floats cannot be joined with integers, because integers are classes.
     """
     if _is_list(one) != _is_list(other):
         return False

@@ -49,7 +49,7 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
     """Stretch each image's rectangle to the size of the image, bilinear and not antialiased.
 
-    images: uint8 [B, c, h, w], also the shape of the result.
+    images: uint8 [B, c, h, w]; the result has the same shape and type.
     boxes: int64 [4, B] from `crop_boxes`: each rectangle's top, left, height and width.
     """
     height, width = images.shape[2:]
@@ -69,7 +69,7 @@ def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.floa
 
     The result is [B, size], for `torch.nn.functional.grid_sample`: -1 and 1 are the image's edges.
     start, length: [B], the first pixel and the number of pixels of each crop.
-    size: the number of pixels of the image.
+    size: the number of pixels of the image along this axis.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)

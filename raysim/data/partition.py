@@ -380,7 +380,7 @@ class DirichletClient(Partitioner):
 class Shards(Partitioner):
     """A partition in which each client gets random shards of the data (McMahan et al. 2017).
 
-    The samples are sorted by label and cut into shards of equal size (± 1 sample).
+    The samples are sorted by label and cut into shards whose sizes differ by at most one sample.
     clients: the number of clients.
     shards_per_client: the number of shards that each client gets.
     """

@@ -43,8 +43,8 @@ class Part(NamedTuple):
 
     shard: the tar file.
     name: the file's name in the tar file.
-    start: the position of its first byte.
-    size: the number of its bytes.
+    start: the position of the file's first byte.
+    size: the number of the file's bytes.
     """
 
     shard: Path

@@ -129,7 +129,7 @@ def dirichlet_label_split(
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
     """Return s_ck = p_kc / sum_j p_jc, the share of class c that client k gets, [C, N].
 
-    Of a class that has the probability 0 for all N clients, each gets 1/N.
+    If class c has the probability 0 for all N clients, each client gets 1/N.
     client_distributions: [N, C], the probability p_kc of class c for client k.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T

@@ -307,7 +307,7 @@ def settings_table(
 
     Deviations are standard deviations over the seeds.
     comparisons: each metric's comparisons with the reference, which mark significant differences;
-    None marks none.
+    None marks no difference.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -393,7 +393,7 @@ def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = Fal
     """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
     comparisons: all comparisons of the metric. Those with the same `where` share a panel.
-    about: the name of the metric's test set, or "".
+    about: the name of the metric's test set; "" if there is none.
     dark: True for a dark page.
     """
     import matplotlib

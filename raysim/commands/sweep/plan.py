@@ -330,7 +330,7 @@ class SweepRequest:
     """A sweep and its folder.
 
     conf: the user's own folders of options.
-    is_new: False continues the sweep if the folder exists.
+    is_new: if the folder exists, True refuses it and False continues the sweep in it.
     is_dated: True if the user gave no `out=`, so that the folder's name has the time of the start.
     """
 

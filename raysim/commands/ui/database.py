@@ -71,7 +71,7 @@ def _stored_folders(root: Path) -> Iterator[Path]:
     """Yield the folders whose results belong to the MLflow database of `root`.
 
     For the folder of a study, yield this folder and its runs. Otherwise yield the runs, the sweeps
-    and their trials in `root`. Studies are left out, because each has its own database.
+    and their trials in `root`. Studies are left out, because each study has its own database.
     """
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:

@@ -22,7 +22,7 @@ class MyObserver(Observer):
         """Write the best round so far; raysim calls this after every round.
 
         run: the run in progress. `run.rows` is the history so far, `run.folder` the run's folder.
-        event: the round that has just ended; not used here.
+        event: not used here.
         """
         measured = [row for row in run.rows if row.get(self.column) is not None]
         if measured:
