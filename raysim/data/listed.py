@@ -32,7 +32,7 @@ class Listed(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Return the training rows that the file gives to each client.
 
-        draws: gives the number of training rows.
+        draws: only the number of training rows is used.
         Raise ValueError if the file does not contain lists of rows, or if a row occurs twice or
         does not exist.
         """

@@ -110,8 +110,8 @@ def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) 
     """Return a picture as uint8 [c, h, w]: converted, then resized, bilinear and antialiased.
 
     size: the new height and width; None keeps the picture's size.
-    channels: 1 makes the picture grey, 3 RGB. None makes it RGB unless it is grey; transparency is
-    lost.
+    channels: 1 makes the picture grey, 3 makes it RGB. None keeps a grey picture grey and makes
+    others RGB. Transparency is lost.
     """
     from PIL import Image
 

@@ -17,7 +17,7 @@ def choose_test_rows(groups: Ints, fraction: float) -> NDArray[np.bool_]:
     """Return the mask of test rows: a share of each group's rows, evenly spread.
 
     groups: [n], the number of each row's group, such as its class.
-    fraction: the share; numbers of rows are rounded down.
+    fraction: the share; the number of test rows of a group is rounded down.
     """
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups)

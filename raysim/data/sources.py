@@ -324,7 +324,7 @@ def _read_split(
 ) -> tuple[NDArray[np.uint8], Ints, list[str]]:
     """Return the images [n, c, h, w], labels and class names of one split.
 
-    Without class names in torchvision, the names are "0" to "9".
+    If torchvision has no class names, the names are "0" to "9".
     folder: the folder of torchvision's files.
     set_name: the class in torchvision.datasets, such as "MNIST".
     split: "train" or "test".

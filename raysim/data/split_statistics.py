@@ -12,8 +12,8 @@ from raysim.data.heterogeneity import entropy, heterogeneity
 def class_counts(data: FederatedData) -> Ints:
     """Return the number of training samples of each of N clients in each of C classes, [N, C].
 
-    Unseen clients are included. Samples without a label are one more class. Without classes, the
-    result is [N, 1].
+    Unseen clients are included. Samples without a label are one more class. For data without
+    classes, the result is [N, 1].
     """
     train = data.partition.all_train
     groups, names = data.open().groups()

@@ -44,9 +44,9 @@ def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
 
 
 def share_counts(total: int, shares: Floats) -> Ints:
-    """Divide `total` samples between N clients; return the number of samples of each, [N].
+    """Divide `total` samples between N clients; return the number of samples of each client, [N].
 
-    The cuts, at the cumulative sums of the shares, are rounded down.
+    The samples are cut at the cumulative sums of the shares; each cut is rounded down.
     shares: [N], the share of each client, with sum 1.
     """
     cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
@@ -58,7 +58,7 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
     """Yield, for each of C classes, the number of samples of this class that each client gets, [N].
 
     sizes: [C], the number of samples of each class.
-    proportions: [C, N], the clients' shares of each class.
+    proportions: [C, N], the share of each class that each client gets.
     balance: True gives no samples of later classes to a client that has 1/N of all samples.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
@@ -112,7 +112,7 @@ def dirichlet_label_split(
     """Split the rows of each of C classes over N clients.
 
     labels: [n], the class of each row.
-    proportions: [C, N], the clients' shares of each class.
+    proportions: [C, N], the share of each class that each client gets.
     order: a permutation of the rows, in which the rows of a class are given out.
     balance: True gives no rows of later classes to a client that has 1/N of all rows.
     """
@@ -280,8 +280,8 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
     A smaller fraction returns a subset of the rows of a larger fraction.
     indices, offsets: the arrays of the `CSR` with each client's rows.
-    fraction: the share; numbers of rows are rounded down.
-    order: all row numbers, permuted. A client's first rows in `order` are returned.
+    fraction: the share; the number of rows is rounded down.
+    order: all row numbers, permuted. The client's rows that come first in `order` are returned.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -292,7 +292,7 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
     """Choose samples of each client; return the positions of these samples in `csr.indices`.
 
     counts: [N], the number of samples to choose from each client.
-    order: all row numbers, permuted. A client's first samples in `order` are chosen.
+    order: all row numbers, permuted. The client's samples that come first in `order` are chosen.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

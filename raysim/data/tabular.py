@@ -206,7 +206,7 @@ def _assemble(
     """Return the samples that the arrays of an archive describe.
 
     arrays: the arrays, by name.
-    is_test: the mask of test rows. With None, `test_fraction` of each user's rows are test rows.
+    is_test: the mask of test rows. None chooses a share `test_fraction` of each user's rows.
     kind, ignore, padding: `data.kind`, `data.ignore` and `data.padding`.
     place: the name of the data in errors.
     """

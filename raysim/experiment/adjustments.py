@@ -25,8 +25,8 @@ from raysim.training.run_spec import Checkpoint, RunSpec
 def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
     """Set each key to the value that a method requires, unless the user set the key.
 
-    Return the new configuration, and a sentence for each changed key. `Method.setup` refuses other
-    values of the user later.
+    Return the new configuration, and a sentence for each changed key. `Method.setup` later refuses
+    a value of the user that differs.
     """
     sentences = []
     for method in methods:

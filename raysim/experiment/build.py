@@ -315,7 +315,7 @@ def _rate_warnings(settings: RunSettings) -> list[str]:
 def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
     """Return why the planner cannot plan aggregations before earlier ones are trained.
 
-    Return "" if it can.
+    Return "" if the planner can do so.
     declarations: what the run's methods declared, such as messages that change in size.
     """
     if not spec.selection.plans_ahead:

@@ -169,7 +169,7 @@ def _restore_objects(
     """Copy the entries that describe Python objects from a stored configuration to `config`.
 
     config: the new configuration, which is changed in place.
-    stored: an earlier run's configuration, which may have objects such as a model.
+    stored: an earlier run's configuration, with entries for objects such as a model.
     options: the options that the user chooses now, by group. Entries of these groups are not
     copied.
     """

@@ -89,7 +89,8 @@ def _has_text_keys(node: object) -> bool:
 def is_set(key: str, node: Node) -> bool:
     """Return True if the user set the key, its group, or a key below it.
 
-    For a configuration from a file, which does not say this, return True for every key.
+    A configuration from a file does not say which keys the user set. For such a configuration,
+    return True for every key.
     key: a full name, such as "local.lr".
     """
     set_keys = node["choices"].get(SET_KEYS)

@@ -103,8 +103,9 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        The columns are "trial" (the number), the columns of the history (last row), "config/KEY"
-        for each searched key, "error" (None without one) and "path" (the folder of the first run).
+        The columns are "trial" (the number), the columns of the history (the last row),
+        "config/KEY" for each searched key KEY, "error" (None without an error) and "path" (the
+        folder of the first run).
         """
         import pandas as pd
 

@@ -349,8 +349,8 @@ def _describe(values: ValueRange) -> str:
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     """Return the last line that a sweep prints.
 
-    It has the sweep's time, the command that trains the best setting again, and the folder. Without
-    a finite score, it names only the file with the errors.
+    It has the sweep's duration, the command that trains the best setting again, and the results'
+    folder. If no trial has a finite score, it names only the file with the errors.
     numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the summary.
     """
     best = records.best()
