@@ -126,10 +126,9 @@ def is_finished(out: Path) -> bool:
 
 
 def tried_rates(folder: Path, method: str) -> dict[float, float]:
-    """Map each learning rate of a method to the perplexity of its finished run on the first seed.
+    """Map each learning rate of a method to the perplexity of its run on the first seed.
 
     The learning rates are those in `RATES[method]` whose run has finished.
-    folder: the folder of all runs.
     """
     outs = {rate: folder_of(folder, method, SEEDS[0], rate) for rate in RATES[method]}
     return {rate: measured(out)["perplexity"] for rate, out in outs.items() if is_finished(out)}

@@ -25,7 +25,6 @@ def curves_figure(
 ) -> Iterator[Any]:
     """Yield the axes of panels in one row; at the end add a legend and save the picture.
 
-    panels: the number of panels.
     height: the picture's height in inches.
     lowest: the lowest score on the vertical axis; None fits the axis to the curves.
     label: the label of the vertical axis.

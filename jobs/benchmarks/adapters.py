@@ -88,9 +88,9 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 def measure_steps(blocks: int, jobs: int) -> None:
     """Print the CPU time of a job for each number format of the frozen weights.
 
-    Each line compares a plain loop with raysim, as two times and their ratio.
+    Each line has the time in a plain loop, the time in raysim, and the ratio.
     blocks: the number of pairs of measurements.
-    jobs: the number of jobs in each measurement.
+    jobs: jobs in each measurement.
     """
     specs = {}
     for base in BASES:

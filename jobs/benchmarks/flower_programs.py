@@ -210,7 +210,6 @@ def cut_idx(content: bytes, share: float) -> bytes:
 def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict[str, list[str]]:
     """Return the commands that run a Flower app on "raysim" and on "flower", Flower's engine.
 
-    folder: the app's folder.
     engine: the path of the Python interpreter that has Flower's engine.
     seed: the seed on raysim; Flower's engine receives none.
     """
@@ -233,8 +232,8 @@ def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[s
     """Return the commands that run an older program on "raysim" and on "flower", Flower's engine.
 
     An older program is not an app, but calls Flower's `start_simulation`.
-    engine: the path of the Python interpreter that has Flower's engine.
-    seed: the seed on raysim; replaces {seed} in the program's arguments.
+    engine: the Python interpreter that has Flower's engine.
+    seed: the seed on raysim, also for {seed} in the program's arguments.
     """
     words = [str(PROCESSES), program.module]
     words += [word.format(seed=seed) for word in program.settings]
@@ -363,7 +362,7 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
     """Execute the command of a Flower program; return the program's accuracy and time.
 
     folder: has the program's Python modules.
-    work: the working directory, in which the program looks for its data sets.
+    work: the working directory, in which the program looks for data sets.
     Raise RefusedError if the program fails or logs no accuracy, or if the system is not Linux.
     """
     environment = {

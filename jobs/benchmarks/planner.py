@@ -75,7 +75,7 @@ OORT = "oort"  # this selection, with reports of all updates, on a log-normal fl
 class Rate:
     """The speed of the planner for a schedule and a fleet.
 
-    fleet: a name; "oort" means the selection Oort on a log-normal fleet.
+    fleet: "oort" means the selection Oort on a log-normal fleet.
     start: CPU seconds to the first aggregation; for "oort", to the second one.
     events: dispatched and finished jobs per CPU second.
     memory: bytes by which the process grew.

@@ -135,7 +135,7 @@ def _pairs(
 def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
     """Return the median cost of a checkpoint in a run in which every client has a state.
 
-    A state has the size of the model of the workload W2 of `raysim bench`.
+    A state has the size of workload W2's model.
     count: the number of states that change before each checkpoint.
     blocks: the number of measured checkpoints.
     """
@@ -216,8 +216,8 @@ def bench(
 
     root: the folder of Fashion-MNIST; None downloads it.
     blocks: the number of repetitions.
-    clients: the number of clients of an additional large run; 0 makes no such run.
-    say: function that gets a line for each measurement.
+    clients: the clients of an additional large run; 0 makes no such run.
+    say: gets a line for each measurement.
     """
     checkpoints = [workload_checkpoints(root, blocks)]
     first = checkpoints[0]

@@ -594,9 +594,8 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
     """Return the last columns of a text table: for each title a list with one text per entry.
 
-    The columns are the additional scores of our runs, and how the labels are split among the
-    clients.
-    cells: the entries in the order of rows.
+    The columns are the additional scores of our runs, and how labels are split among clients.
+    cells: the entries in row order.
     """
     columns: dict[str, list[str]] = {}
     for entry in cells:

@@ -31,8 +31,8 @@ def listing() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the small runs of a paper's figure, and draw the figure from their results.
 
-    arguments: the figure's name, overrides and options; None reads the command line. Without a
-    name, print a list of all figures.
+    Without a figure's name, print a list of all figures.
+    arguments: a figure's name, overrides and options; None reads the command line.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -46,7 +46,7 @@ class GpuStudy:
     There is a run for each method and seed.
     name: selects the study on the command line.
     setting: overrides of all runs.
-    methods: overrides that select each method.
+    methods: overrides for each method.
     """
 
     name: str
@@ -163,7 +163,6 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
 
     folder: the folder in which the runs were prepared.
     names: the names of the studies; empty means all.
-    device: such as "cuda".
     minutes: the time for all runs.
     """
     deadline = monotonic() + 60 * minutes
@@ -189,8 +188,8 @@ def _continue_run(folder: Path, run_folder: Path, device: str, deadline: float) 
     """Start or continue one run; return False if it stops at the deadline before its end.
 
     folder: contains data/ with the data sets.
-    run_folder: the folder in which `prepare` has stored the run.
-    deadline: a value of `time.monotonic`; the run stops after the first round that ends later.
+    run_folder: the folder from `prepare`.
+    deadline: a value of `time.monotonic`. The run stops after the first round that ends later.
     """
     plan = pickle.loads((run_folder / PLAN).read_bytes())
     spec = plan["spec"]
@@ -281,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     `prepare` stores each run's configuration and data. `run` trains the stored runs until the time
     is over.
-    arguments: the command, the folder and options; None reads the command line.
+    arguments: None reads the command line.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

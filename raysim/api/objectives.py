@@ -352,7 +352,7 @@ def macro_f1(codes: np.ndarray) -> float:
     """Return the mean over the labels of F1 = 2 TP / (2 TP + FP + FN).
 
     TP, FP and FN count a label's true positives, false positives and false negatives. F1 is 0 for a
-    label that no sample has and that is never predicted.
+    label for which all three counts are 0.
     codes: [n, L], from `label_codes`, for n samples and L labels.
     """
     right = (codes == 3).sum(0)

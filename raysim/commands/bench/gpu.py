@@ -180,10 +180,10 @@ TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 class GpuOptions:
     """The options of `raysim bench gpu`.
 
-    minutes: time limit for all parts.
+    minutes: limit for all parts.
     seconds: duration of each speed measurement.
     parts: the measurements to make, such as "correctness" or "G1".
-    methods: the methods that are checked; None checks all.
+    methods: the methods to check; None checks all.
     tiny: True uses the smallest sizes, to test the command itself.
     """
 
@@ -571,8 +571,7 @@ class PlainLoop:
 def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
     """Measure the speed of a plain PyTorch loop that trains the clients without raysim.
 
-    The data are on the device. PyTorch uses its default algorithms, with TF32 convolutions on a
-    GPU.
+    The data are on the device. On a GPU, convolutions use TF32.
     spec: has the data, the model and the device.
     workload: the loop's training settings.
     seconds: duration of the measurement.

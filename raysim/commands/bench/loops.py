@@ -171,9 +171,8 @@ def _bare_worker(
 ) -> None:
     """Train clients in each round, as one process of a plain PyTorch loop.
 
-    Each process takes the next client of the cohort from a shared counter.
+    Each process takes the next client of the cohort from a counter in the shared `memory`.
     index: the number of the process.
-    memory: the memory and locks that the processes share.
     is_tuned: True trains with few operations of PyTorch, False with `torch.optim.SGD`.
     """
     torch.set_num_threads(1)
