@@ -70,7 +70,7 @@ def every_case() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), every_case())
-def test_function_of_raysim_returns_the_result_that_the_stored_case_lists(
+def test_function_returns_the_result_that_is_stored_for_its_arguments(
     name: str, case: dict[str, Any]
 ) -> None:
     assert RULES is not None

@@ -135,7 +135,7 @@ def test_runs_of_a_moved_study_belong_to_the_study(tmp_path: Path, mlflow_databa
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_database_ignores_removed_folders(tmp_path: Path) -> None:
+def test_mlflow_database_omits_runs_whose_folder_was_removed(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, [tmp_path / "a/gone.png"], model="pending")
     begin(tmp_path / "b").finish({})
     shutil.rmtree(tmp_path / "b")

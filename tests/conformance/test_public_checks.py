@@ -130,7 +130,7 @@ class Hooked(Method):
 ROUNDS = Study(data=FEW, schedules=(Synchronous(4),))
 
 
-def test_check_finds_state_kept_outside_checkpoints() -> None:
+def test_check_finds_method_that_keeps_state_outside_checkpoints() -> None:
     messages = failed_checks(Counting(), ROUNDS)
     assert "the same bits on one worker and on two, under synchronous" in messages
     assert "the same bits straight and resumed, under synchronous" in messages
@@ -372,7 +372,7 @@ class Normalising(SklearnLinear):
         return super().predict(parameters, inputs - inputs.mean(axis=0))
 
 
-def test_checks_reject_an_unseeded_learner_whose_outputs_depend_on_other_samples() -> None:
+def test_checks_reject_a_learner_that_ignores_the_seed_and_normalises_over_a_batch() -> None:
     assert {
         "its initial parameters depend on the given generator only",
         "its outputs for a sample do not depend on the other samples",

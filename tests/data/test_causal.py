@@ -83,7 +83,7 @@ def test_packed_row_has_text_of_one_user_and_of_either_the_training_or_the_test_
     assert np.asarray(raw.inputs).tolist() == [[0, 3, 0, 5], [0, 4, 0, 0], [0, 1, 2, 0]]
 
 
-def test_without_packing_each_document_starts_a_new_row() -> None:
+def test_each_document_starts_a_new_row_if_documents_are_not_packed() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4]), "a")]
     raw = packed(documents, 3, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[0, 1, 2], [3, 0, 0], [0, 4, 0]]
@@ -220,7 +220,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_data_source_named_python_topics_needs_no_folder_to_read_documents() -> None:
+def test_source_named_python_topics_reads_documents_without_a_data_folder() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)
@@ -426,7 +426,7 @@ def run(folder: Path, **settings: Any) -> raysim.Result:
     return raysim.run(out=folder, **FAST, **MARKOV, **TINY_GPT, **settings)
 
 
-def test_run_scores_perplexity_and_accuracy(tmp_path: Path) -> None:
+def test_run_on_text_is_scored_by_perplexity_and_accuracy(tmp_path: Path) -> None:
     result = run(tmp_path / "run", **{"local.optimizer": "adam", "local.lr": 0.01})
     last = result.rows[-1]
     assert last["perplexity_global"] == pytest.approx(math.exp(last["loss_global"]))

@@ -137,7 +137,7 @@ def test_hold_out_takes_test_samples_first_and_validation_samples_next() -> None
         )
 
 
-def test_fraction_of_samples_is_converted_to_a_number_without_rounding_error() -> None:
+def test_number_of_samples_in_a_fraction_has_no_rounding_error() -> None:
     assert fraction_count(total=100, fraction=0.29) == 29
 
 
@@ -481,7 +481,9 @@ DIGESTS = [
 @pytest.mark.parametrize(
     ("partitioner", "expected"), zip(WHOLE, DIGESTS, strict=True), ids=[*map(repr, WHOLE)]
 )
-def test_split_of_a_seed_has_a_known_checksum(partitioner: Partitioner, expected: str) -> None:
+def test_split_of_a_fixed_seed_has_the_stored_checksum(
+    partitioner: Partitioner, expected: str
+) -> None:
     train = split(partitioner).train
     digest = hashlib.sha256(
         train.indices.astype("<i8").tobytes() + train.offsets.astype("<i8").tobytes()

@@ -83,7 +83,7 @@ def test_data_with_only_ignored_labels_are_refused() -> None:
 
 
 # --- loss and scores ----------------------------------------------------------------------
-def test_loss_of_labels_per_position_equals_cross_entropy_of_pytorch() -> None:
+def test_loss_with_one_label_per_position_equals_cross_entropy_of_pytorch() -> None:
     outputs, labels = torch.randn(6, 3, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     objective = OBJECTIVES["positions"]
     assert torch.allclose(objective.loss(outputs, labels), cross_entropy(outputs, labels))
@@ -97,7 +97,7 @@ def test_loss_of_labels_per_position_equals_cross_entropy_of_pytorch() -> None:
 
 
 @pytest.mark.parametrize("name", ["iou", "f1", "accuracy"])
-def test_scores_of_labels_per_position_equal_scikit_learn(name: str) -> None:
+def test_scores_with_one_label_per_position_equal_those_of_scikit_learn(name: str) -> None:
     outputs, labels = torch.randn(6, 4, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     metric = OBJECTIVES["positions"].metric(name)
     assert metric is not None and metric.rows is not None

@@ -92,7 +92,7 @@ def test_parquet_uses_hugging_face_class_names(tmp_path: Path) -> None:
     assert built.class_names == ["no", "yes", "maybe"] and built.labels.tolist() == [1, 1]
 
 
-def test_parquet_error_mentions_the_key_or_the_file(tmp_path: Path) -> None:
+def test_parquet_error_mentions_the_setting_or_the_file_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=parquet needs data\.root"):
         Parquet().build()
     with pytest.raises(ValueError, match=rf"data.root={tmp_path / 'none'} .*train.parquet"):
@@ -111,7 +111,7 @@ def test_parquet_error_mentions_the_key_or_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [10**6, 10**12, 2**63 - 1])
-def test_parquet_rejects_a_label_that_is_greater_than_the_number_of_rows(
+def test_parquet_rejects_a_class_label_greater_than_the_number_of_rows(
     label: int, tmp_path: Path
 ) -> None:
     for split in ("train", "test"):

@@ -245,7 +245,7 @@ def test_the_test_file_of_a_table_becomes_its_test_samples(write: Writer, tmp_pa
         source.build()
 
 
-def test_table_takes_the_test_fraction_from_each_class_and_user(
+def test_table_takes_the_same_test_fraction_of_each_class_and_user(
     tmp_path: Path,
 ) -> None:
     source = replace(write_csv(tmp_path, COLUMNS), test_fraction=0.5)  # type: ignore[type-var]

@@ -87,7 +87,7 @@ def test_run_restarts_from_its_checkpoint_after_each_loss_of_a_process(
     assert text.count("a node is gone. The run restarts from its last checkpoint") == 3
 
 
-def test_run_without_checkpoint_restarts_from_the_checkpoint_of_another_folder_where_it_began(
+def test_run_that_fails_early_restarts_from_the_checkpoint_that_resume_names(
     fails: list[int], tmp_path: Path
 ) -> None:
     straight = raysim.run([*QUICK, f"out={tmp_path / 'straight'}"], quiet=True)

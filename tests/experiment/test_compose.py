@@ -148,7 +148,7 @@ def test_study_override_with_several_values_becomes_one_override_per_value(
     assert expand_override(word) == (key, [f"{key}={value}" for value in values])
 
 
-def test_runtime_resources_accept_any_name_of_a_resource() -> None:
+def test_runtime_resources_accept_a_resource_of_any_name() -> None:
     config = to_dict(compose(["runtime.resources.slot=2", "runtime.resources.tape=0.5"]))
     assert config["runtime"]["resources"] == {"slot": 2, "tape": 0.5}
     with pytest.raises(
@@ -420,7 +420,9 @@ def test_override_with_a_broken_reference_is_refused() -> None:
         compose(settings={"rounds": "${"})
 
 
-def test_override_replaces_a_reference_to_a_missing_key_in_an_own_option(tmp_path: Path) -> None:
+def test_override_replaces_a_reference_to_a_missing_key_in_an_option_of_the_user(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/mine.yaml").write_text(
         "defaults: [digits, _self_]\nkind: ${local.missing}\nsize: ${local.missing}\n"
@@ -494,7 +496,7 @@ def test_deeply_nested_option_file_is_refused(tmp_path: Path) -> None:
         load_yaml(path)
 
 
-def test_option_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_option_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data/mine.yaml").mkdir(parents=True)
     (tmp_path / "method").mkdir()
     os.mkfifo(tmp_path / "method/pipe.yaml")

@@ -155,7 +155,7 @@ def test_learner_error_mentions_the_key(words: str, key: str) -> None:
         raysim.build(f"{QUICK} {words}")
 
 
-def test_learner_must_be_passed_as_learner_and_not_in_methods() -> None:
+def test_wrong_learner_and_learner_in_the_argument_methods_are_refused() -> None:
     with pytest.raises(RefusedError, match="learner"):
         raysim.build(QUICK, learner=raysim.Observer())  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="sklearn_linear"):

@@ -116,7 +116,7 @@ def test_error_shows_an_override_as_the_user_wrote_it(text: str) -> None:
     assert "Zq" not in sentence
 
 
-def test_error_of_an_interval_in_a_run_names_sweep_and_not_study() -> None:
+def test_error_of_interval_override_suggests_command_sweep_and_not_command_study() -> None:
     with pytest.raises(RefusedError, match="raysim sweep") as refused:
         single_override("local.lr=interval(0.01,1)")
     assert "raysim study" not in str(refused.value)

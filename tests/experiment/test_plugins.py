@@ -77,7 +77,7 @@ def install(package: Path) -> None:
     sys.path.insert(0, str(package.parent))
 
 
-def test_installed_package_is_used_without_the_flag_allow(
+def test_installed_package_needs_no_allow_flag(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(package)
@@ -98,7 +98,7 @@ def test_installed_package_is_used_without_the_flag_allow(
         (["method=fedprox"], None, False),
     ],
 )
-def test_submitted_job_packs_packages_that_its_options_or_its_config_use(
+def test_submitted_job_includes_packages_that_its_options_or_configuration_use(
     words: list[str], config: str | None, packed: bool, package: Path
 ) -> None:
     install(package)

@@ -124,7 +124,7 @@ def test_run_folder_cannot_be_created_if_its_parent_is_a_file() -> None:
         pass
 
 
-def test_planned_runs_use_the_new_study_folder_if_the_study_folder_changes() -> None:
+def test_output_folders_of_planned_runs_change_with_the_study_folder() -> None:
     first = plan(["method=fedavg,fedprox"])
     assert first.is_new and first.is_dated and first.folder == Path("studies/now")
     second = move(first, Path("studies/now-2"))

@@ -63,7 +63,7 @@ def test_scaffold_with_ca2fl_or_ace_gets_a_warning(name: str) -> None:
         ("fedpac", ("local.epochs=2",)),
     ],
 )
-def test_methods_that_compare_updates_warn_if_only_one_arrives(
+def test_methods_that_compare_updates_warn_if_each_aggregation_has_one_update(
     name: str, local: Sequence[str]
 ) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):

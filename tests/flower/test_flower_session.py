@@ -317,7 +317,7 @@ def test_message_based_strategies_reduce_the_loss(run, name):
     ],
 )
 @pytest.mark.parametrize("is_older", [False, True])
-def test_differential_privacy_strategies_run(run, name, is_older):
+def test_strategies_with_differential_privacy_finish_a_run(run, name, is_older):
     clipping = {"clipping_norm": 5.0} if "Fixed" in name else {}
     if is_older:
         older_run = numpy_run(

@@ -108,7 +108,7 @@ def test_language_study_continues_runs_that_were_stopped(
     assert ["resume=latest" in words for words in commands] == [True, True, False]
 
 
-def test_language_study_collects_all_methods_without_stored_numbers(
+def test_language_study_collects_runs_of_all_methods_if_no_numbers_are_stored(
     store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study.STORE.unlink()

@@ -147,7 +147,7 @@ def test_composed_configuration_is_refused_if_user_values_contradict_the_method(
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_method_changes_no_setting_if_the_list_of_keys_set_by_the_user_is_missing() -> None:
+def test_method_changes_no_setting_if_the_configuration_does_not_list_user_keys() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):

@@ -256,6 +256,6 @@ class Forgetful(Float16):
         return torch.ones(1)
 
 
-def test_compressor_that_overrides_keep_without_initial_is_refused() -> None:
+def test_compressor_that_overrides_method_keep_but_not_method_initial_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^Forgetful .*initial"):
         declare_run(run_spec(Forgetful()))

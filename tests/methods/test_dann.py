@@ -59,7 +59,7 @@ def test_dann_uses_client_number_as_domain_on_every_worker(
     assert all(set(domains) == {client} for (client, _), domains in labels.items())
 
 
-def test_dann_discriminator_lowers_the_output_bias_only_of_clients_outside_the_cohort() -> None:
+def test_dann_discriminator_bias_falls_for_absent_clients_and_rises_for_the_cohort() -> None:
     spec = run_spec(Dann(0.5, width=8), local=Local(lr=0.1, batch=8, epochs=2))
     spy = Spy(spec)
     result = run_to_end(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))

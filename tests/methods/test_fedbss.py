@@ -32,7 +32,7 @@ def test_fedbss_adds_the_cost_of_a_ranking_pass_after_the_warmup() -> None:
         ("filter", {"epochs": 1}, None),
     ],
 )
-def test_fedbss_warns_if_jobs_have_only_one_epoch_or_one_phase(
+def test_fedbss_warns_if_jobs_have_only_one_epoch_or_phase_or_step(
     kind: Any, change: dict[str, Any], key: str | None
 ) -> None:
     spec = run_spec(FedBSS(kind=kind), local=replace(LOCAL, **change))

@@ -223,7 +223,7 @@ def test_fedcda_caches_the_trained_model_of_a_stale_client() -> None:
     assert warm.vector[0] == pytest.approx(5.5)
 
 
-def test_fedcda_counts_a_client_once_if_two_updates_of_it_are_aggregated() -> None:
+def test_fedcda_counts_a_client_with_two_aggregated_updates_only_once() -> None:
     at = server(FedCDA(memory=3, batches=1, warmup_rounds=0))
     step(at, [(1, model(2)), (0, model(4)), (1, model(3))])
     assert cached(at, 1) == [model(3), model(2)]

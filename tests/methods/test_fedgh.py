@@ -72,7 +72,7 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_method_fedgh_hierarchical_keeps_the_order_of_the_last_two_sums_of_updates() -> None:
+def test_method_fedgh_hierarchical_does_not_sort_the_last_two_sums_of_updates() -> None:
     """Only updates and earlier sums are sorted, by their inner product with `reference`."""
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 

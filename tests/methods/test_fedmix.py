@@ -175,7 +175,7 @@ def test_fedmix_refuses_a_batch_if_all_clients_together_send_too_few_means() -> 
         declare_run(run_spec(fits, local=local))
 
 
-def test_fedmix_clients_without_samples_add_no_pairs() -> None:
+def test_fedmix_clients_without_samples_send_no_means() -> None:
     data = tiny_data()
     train = data.partition.train
     ends = np.concatenate([train.offsets[:3], [train.offsets[2]] * 4])

@@ -315,7 +315,7 @@ def test_fedpac_trains_the_head_for_head_epochs_and_then_the_extractor(
 @pytest.mark.parametrize("others", [[], [FedBSS(warmup_rounds=0)]], ids=["alone", "with FedBSS"])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_fedpac_phase_changes_only_its_part_of_the_model(
+def test_fedpac_trains_only_the_head_first_and_only_the_extractor_later(
     first: bool, epochs: int, others: list[Method]
 ) -> None:
     watch, method = Watch(), FedPAC(head_epochs=epochs)

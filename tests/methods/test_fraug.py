@@ -428,6 +428,6 @@ def test_fraug_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         FRAug(**settings)
 
 
-def test_fraug_without_generator_and_rtnet_is_refused() -> None:
+def test_fraug_with_neither_generator_nor_rtnet_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^method\.fraug\.use_generator=false .*use_rtnet=false"):
         FRAug(4, use_generator=False, use_rtnet=False)

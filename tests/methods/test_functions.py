@@ -138,7 +138,7 @@ class TestFedBSS:
 
 
 class TestFedBR:
-    def test_contrastive_loss_of_low_temperature_does_not_overflow(self) -> None:
+    def test_contrastive_loss_at_a_low_temperature_does_not_overflow(self) -> None:
         z = random(6, 4).float().requires_grad_()
         loss = fedbr.contrastive_loss(z, -z.detach(), z.detach(), 1e-3, 1e-3, "divide")
         loss.backward()

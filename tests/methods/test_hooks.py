@@ -137,7 +137,7 @@ def test_fixed_parameters_are_neither_changed_nor_sent() -> None:
     assert not result.coordinator.client_states.stateful
 
 
-def test_stage_that_trains_a_fixed_parameter_is_an_error() -> None:
+def test_job_fails_if_a_stage_trains_a_fixed_parameter() -> None:
     failed = run(run_spec(FixedHead("model")), ROUNDS, rounds=1, tolerate=1.0).failures
     assert failed and all("'fixed_head'" in failure.error for failure in failed)
     assert all("model.head.weight" in failure.error for failure in failed)

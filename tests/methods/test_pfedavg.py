@@ -202,7 +202,7 @@ def test_pfedavg_can_fine_tune_in_the_last_round_only() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["all", "head only"])
-def test_pfedavg_gives_the_same_scores_as_the_key_evaluate_finetune(head: bool) -> None:
+def test_pfedavg_gives_the_same_scores_as_the_setting_evaluate_finetune(head: bool) -> None:
     asked = Evaluation(finetune=Finetune(2, head=head))
     by_method = run(study(PFedAvg("finetune", 2, head_only=head))).rows
     by_setting = run(study(), evaluate=asked).rows

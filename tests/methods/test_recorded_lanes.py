@@ -151,7 +151,7 @@ class TestNumbers:
         method = FedBSS(1, fraction_of="loss")
         assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
 
-    def test_fraug_step_can_be_recorded_if_its_metrics_are_computed_per_class(self) -> None:
+    def test_recorded_fraug_training_is_correct_if_its_metrics_are_per_class(self) -> None:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
@@ -417,7 +417,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_list_of_train_and_eval_modes_ends_with_the_network_whose_mode_was_set_last() -> None:
+def test_network_moves_to_the_end_of_the_list_of_modes_when_its_mode_is_set() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [

@@ -148,7 +148,7 @@ def test_flexlora_and_flora_accept_a_layer_with_neither_tied_weights_nor_conv_gr
         declare_run(run_spec(method, model=adapted(network, layer)))
 
 
-def test_methods_that_shift_or_mix_gradients_are_the_expected_ones() -> None:
+def test_only_seven_listed_methods_shift_or_mix_gradients() -> None:
     corrections = {name: declared(name).correction for name in TABLE}
     shifting = {name for name, kind in corrections.items() if kind == "shift"}
     mixing = {name for name, kind in corrections.items() if kind == "mix"}
@@ -170,7 +170,7 @@ def options_of_methods() -> list[tuple[type[Method], str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("method", "argument", "choices"), options_of_methods())
-def test_error_of_an_unknown_choice_lists_the_choices_of_the_argument(
+def test_error_of_an_unknown_argument_value_lists_the_allowed_values(
     method: type[Method], argument: str, choices: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as error:

@@ -305,7 +305,7 @@ def test_resnet_feature_maps_have_the_shapes_of_the_paper(
         ({"padding": 2, "stride": 3}, 352_650),
     ],
 )
-def test_cnn_settings_give_the_known_numbers_of_parameters(
+def test_cnn_has_the_stored_number_of_parameters_for_each_padding_and_stride(
     options: dict[str, int], total: int
 ) -> None:
     net = Cnn(**options).build(MNIST, 10, seed=1)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
-def test_curves_against_costs_are_shown_if_no_round_is_scored_in_both_runs() -> None:
+def test_curves_against_costs_are_shown_if_runs_have_no_scored_round_in_common() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
     drawn = curves.panels(
         [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"

@@ -50,7 +50,7 @@ def test_history_is_read_back_with_equal_values_and_types(tmp_path: Path) -> Non
     ]
 
 
-def test_columns_that_methods_add_follow_the_fixed_ones(tmp_path: Path) -> None:
+def test_history_columns_of_methods_follow_the_fixed_columns(tmp_path: Path) -> None:
     rows = [
         row(1),
         row(2, None, step_size=np.float32(0.5), cached=np.int64(4)),

@@ -269,7 +269,7 @@ def test_page_shows_a_timeline_only_for_runs_with_stale_or_lost_jobs(tmp_path: P
     assert "late: clients, fleet and workers" in text and "even: clients" not in text
 
 
-def test_page_shows_curves_against_a_cost_only_after_a_click_if_all_runs_have_equal_cost(
+def test_page_hides_curves_against_a_cost_until_a_click_if_all_runs_cost_the_same(
     tmp_path: Path,
 ) -> None:
     runs = [

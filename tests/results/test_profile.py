@@ -102,7 +102,7 @@ def test_run_without_profile_measures_no_times() -> None:
     )
 
 
-def test_profile_has_times_of_workers_on_ray(ray_session: None) -> None:
+def test_profile_of_a_run_on_ray_contains_the_times_of_its_workers(ray_session: None) -> None:
     from raysim.runtime.ray import start_workers
 
     timed = replace(run_spec(Scaffold()), profile=True)

@@ -34,7 +34,7 @@ def test_terminal_shows_the_current_activity_and_its_elapsed_seconds() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_terminal_shows_how_far_an_activity_is(terminal: bool) -> None:
+def test_only_a_terminal_shows_the_progress_of_an_activity(terminal: bool) -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
     with waiting_line(console) as shows:
         shows("under way: fedavg_seed-0")

@@ -298,9 +298,7 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_summary_with_a_wrong_value_raises_no_error_except_value_error(
-    odd: int, tmp_path: Path
-) -> None:
+def test_summary_with_a_wrong_value_raises_value_error_or_nothing(odd: int, tmp_path: Path) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:
@@ -383,7 +381,7 @@ def test_numbers_of_a_column_have_one_unit_unless_they_differ_widely(
         ("floats_up", "floats", [2_740_000, 2_741_000], "2.74 ± 0.00 M"),
     ],
 )
-def test_deviation_has_unit_and_digits_of_its_mean(
+def test_deviation_has_the_unit_and_the_number_of_decimals_of_its_mean(
     key: str, title: str, values: list[float], text: str, tmp_path: Path
 ) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.5])

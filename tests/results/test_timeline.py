@@ -232,7 +232,7 @@ def test_timeline_has_one_worker_curve_if_all_workers_are_equally_busy() -> None
     assert len(workers.lines) == 1 and workers.get_legend() is None
 
 
-def test_curve_with_many_points_is_replaced_by_means_of_neighbours() -> None:
+def test_curve_with_many_points_shows_means_of_neighbouring_points() -> None:
     x, y = timeline.thin_curve(np.arange(1200.0), np.arange(1200.0) % 2, 1200.0)
     assert len(x) == 120 and x[:2].tolist() == [4.5, 14.5] and set(y.tolist()) == {0.5}
     assert timeline.thin_curve(np.arange(3.0), np.ones(3), 3.0)[0].tolist() == [0, 1, 2]

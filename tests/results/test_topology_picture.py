@@ -53,7 +53,9 @@ def test_picture_of_clusters_accepts_clients_without_a_score(tmp_path: Path) -> 
     assert (tmp_path / "topology.png").stat().st_size > 10_000
 
 
-def test_topology_picture_is_not_drawn_for_a_star_or_too_many_clients(tmp_path: Path) -> None:
+def test_topology_picture_is_not_drawn_for_one_replica_or_many_clients_or_no_scores(
+    tmp_path: Path,
+) -> None:
     path, many = tmp_path / "topology.png", MAX_CLIENTS + 1
     for network, clients in ((one_replica(6), 6), (connect(Gossip(), many), many)):
         assert not draw_topology(network, {"accuracy": np.ones(clients)}, ROWS, path, "title")

@@ -141,7 +141,7 @@ def test_error_of_too_many_workers_says_which_setting_to_change(
     ("gpu_node", "advice"),
     [({"CPU": 4.0, "GPU": 8.0}, "Set runtime.workers=4."), ({"GPU": 8.0}, "Start nodes that have")],
 )
-def test_error_of_too_many_workers_says_if_resources_are_apart(
+def test_error_of_too_many_workers_says_if_cpus_and_gpus_are_on_different_nodes(
     gpu_node: dict[str, float], advice: str
 ) -> None:
     nodes = [{"CPU": 64.0}, gpu_node]
@@ -712,7 +712,7 @@ def _slots(_: Any) -> list[str]:
     return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def test_two_runs_reserve_two_gpus_and_a_third_is_refused(driver: Call) -> None:
+def test_two_runs_reserve_two_gpus_and_a_third_run_is_refused(driver: Call) -> None:
     slots, refused, gone = driver(_side_by_side)
     assert sorted(slots) == [["0"], ["1"]]
     assert refused.startswith("runtime.wait=0: ") and "0 GPU" in refused

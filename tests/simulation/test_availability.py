@@ -352,7 +352,7 @@ def test_markov_availability_stores_a_limited_number_of_draws() -> None:
     assert len(presence._draws) <= 1 << 14 and presence.available(1, 75.0) == before
 
 
-def test_markov_availability_has_the_right_mean_if_few_are_available() -> None:
+def test_markov_availability_has_the_right_mean_if_few_clients_are_available() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
     presence = MarkovAvailability(2, len(clients), on, off)
     result = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]

@@ -226,7 +226,7 @@ def log_inodes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (folder / "log").iterdir()}
 
 
-def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
+def test_checkpoint_writes_only_changed_client_states(tmp_path: Path) -> None:
     run, now = Checkpoints(tmp_path), states(range(100), job=1)
     read_clients: list[int] = []
     run.write(1, now)
@@ -477,7 +477,9 @@ def test_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
         '{"../round-000004/run.json": "x"}',
     ],
 )
-def test_checkpoint_that_lacks_a_file_is_damaged(manifest: str, tmp_path: Path) -> None:
+def test_checkpoint_with_an_incomplete_or_malformed_manifest_is_refused(
+    manifest: str, tmp_path: Path
+) -> None:
     good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=f"resume={bad}: .* Set resume={good} "):

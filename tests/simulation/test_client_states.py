@@ -155,7 +155,9 @@ def test_worker_has_the_client_states_of_all_jobs_that_it_has_finished() -> None
 
 
 @pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
-def test_states_are_read_from_disk_in_parts_within_the_budget(budget: float) -> None:
+def test_client_states_are_read_from_disk_in_parts_that_fit_the_memory_budget(
+    budget: float,
+) -> None:
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
     books.client_states.budget = 2 * budget  # of two workers
@@ -180,7 +182,7 @@ def test_states_restored_beyond_the_memory_budget_are_spilled_to_disk() -> None:
     assert values(state for _, state in books.client_states.committed()) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_used_memory_includes_states_restored_from_a_checkpoint() -> None:
+def test_used_memory_includes_client_states_restored_from_a_checkpoint() -> None:
     states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {

@@ -46,7 +46,7 @@ def test_cost_of_a_job_is_the_sum_of_its_phases() -> None:
 @pytest.mark.parametrize(
     ("finish", "joules"), [(4.0, 4 * 2), (8.0, 6 * 2 + 2 * 5), (10.0, 6 * 2 + 3 * 5 + 3)]
 )
-def test_lost_job_costs_only_until_it_is_lost(finish: float, joules: float) -> None:
+def test_lost_job_costs_nothing_after_it_is_lost(finish: float, joules: float) -> None:
     job = Job(0, 0, 0, 0, finish=finish, arrives=False, work=30.0, down=6, up=4)
     energy, money, _ = costs().of(job)
     assert energy == pytest.approx(joules / 3600)

@@ -354,7 +354,9 @@ def test_best_round_of_a_regression_has_the_lowest_error(methods: tuple[Method, 
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_validation_works_without_test_samples_of_clients(methods: tuple[Method, ...]) -> None:
+def test_history_has_validation_accuracy_even_if_clients_have_no_test_samples(
+    methods: tuple[Method, ...],
+) -> None:
     data = federate(
         Synthetic(samples=120, test_samples=20, classes=5),
         IID(4, test_fraction=0, validation_fraction=0.2),
@@ -481,7 +483,7 @@ def test_evaluation_has_equal_scores_with_client_states_on_disk() -> None:
     assert kept.history == on_disk.history
 
 
-def test_evaluation_of_a_shared_model_sends_no_states() -> None:
+def test_evaluation_of_a_shared_model_sends_no_client_states() -> None:
     asked: list[int] = []
 
     class Watched(InProcess):

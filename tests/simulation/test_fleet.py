@@ -160,7 +160,7 @@ def test_device_class_with_a_share_of_0_has_no_clients() -> None:
     assert not {0, len(labels.names) - 1} & set(labels.kinds.tolist())
 
 
-def test_fleet_without_device_classes_gives_all_clients_one_label() -> None:
+def test_fleet_without_device_classes_gives_all_clients_the_same_label() -> None:
     assert Lognormal().labels(0, 3).names == ("lognormal",)
     assert Lognormal().labels(0, 3).kinds.tolist() == [0, 0, 0]
 
@@ -175,7 +175,7 @@ def test_job_durations_are_within_the_bounds_of_the_delay_kind_of_the_client() -
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_client_gets_the_delay_kind_with_the_largest_dirichlet_value() -> None:
+def test_client_gets_the_kind_of_delay_with_the_largest_dirichlet_share() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}

@@ -240,5 +240,5 @@ def test_history_counts_bytes_between_nodes() -> None:
     assert round(unsummed["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
 
 
-def test_history_has_no_column_of_bytes_between_nodes_if_a_run_uses_one_node() -> None:
+def test_history_of_a_run_on_one_node_has_no_columns_for_traffic_between_nodes() -> None:
     assert columns_of_nodes((0, 0)) == [{}, {}, {}]

@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_rounds(methods: tuple[Method, ...], schedule:
     assert late <= early * 1.02
 
 
-def test_run_of_a_method_without_client_state_stores_no_states() -> None:
+def test_run_of_a_method_without_client_state_stores_no_client_states() -> None:
     coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
     assert coordinator.client_states._stored == {} and not set(

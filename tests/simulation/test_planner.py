@@ -231,7 +231,7 @@ def test_round_dispatches_all_available_clients_if_they_are_few() -> None:
     assert 0 < len(first.aggregated) < 12
 
 
-def test_plan_is_refused_if_no_client_is_available_within_patience() -> None:
+def test_plan_is_refused_if_no_client_is_available_within_fleet_patience() -> None:
     class Late(Fleet):
         speeds = Ideal().speeds
 
@@ -485,7 +485,7 @@ def test_first_jobs_are_dispatched_when_clients_of_any_pool_become_available() -
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_pool_without_available_clients_can_be_tried_again_after_each_aggregation() -> None:
+def test_planner_tries_pools_without_clients_again_after_each_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the tiers without clients
 
     class Watched(Tiered):

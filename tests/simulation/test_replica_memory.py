@@ -169,7 +169,7 @@ def test_memory_mapped_file_reuses_the_space_of_deleted_arrays() -> None:
     assert file._end == end and fourth[-1] == 4 and third[-1] == 3
 
 
-def test_arrays_in_a_mapped_file_are_unchanged_while_it_grows(
+def test_arrays_in_a_memory_mapped_file_are_unchanged_while_the_file_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spill, "SEGMENT_BYTES", 5000)

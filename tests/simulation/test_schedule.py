@@ -109,7 +109,7 @@ DECISIONS: list[tuple[Schedule, View, Action]] = [
 
 
 @pytest.mark.parametrize(("schedule", "seen", "action"), DECISIONS, ids=lambda value: "")
-def test_schedule_decides_the_expected_action_in_each_situation(
+def test_schedule_decides_the_action_that_is_listed_for_each_situation(
     schedule: Schedule, seen: View, action: Action
 ) -> None:
     assert schedule.decide(seen) == action
@@ -229,7 +229,7 @@ def test_staleness_includes_aggregations_while_an_update_waits() -> None:
     assert [row["staleness_max"] for row in result.rows] == [0, 1, 0, 1]
 
 
-def test_slow_client_has_the_expected_staleness() -> None:
+def test_update_of_a_slow_client_is_aggregated_with_staleness_4() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=6, size=5), TimedFleet((1.0,) * 5 + (4.5,)), rounds=6
     )

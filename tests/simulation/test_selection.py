@@ -459,7 +459,7 @@ def test_summary_has_the_share_of_busy_workers() -> None:
 
 
 @pytest.mark.parametrize("rule, is_printed", [("round_robin", False), ("oort", True)])
-def test_run_prints_idle_time_of_selections_with_reports(
+def test_run_prints_share_of_busy_workers_only_if_selection_needs_reports(
     rule: str, is_printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "data=synthetic model=mlp partition.clients=6 schedule.cohort=2 rounds=2"

@@ -270,7 +270,7 @@ def test_hooks_of_a_server_step_run_in_order() -> None:
     )
 
 
-def test_method_that_owns_the_server_step_is_called_after_the_others() -> None:
+def test_method_that_owns_the_server_step_is_called_after_the_other_methods() -> None:
     class Halving(Method):
         name = "halving"
 

@@ -434,7 +434,7 @@ class TestGossip:
         assert [step.meets for step in result.aggregations[:4]] == [False, True, False, True]
 
     @pytest.mark.parametrize("method", [FedAdam(), Scaffold(), FedExP()])
-    def test_gossip_error_contains_the_server_method_that_it_refuses(self, method: Method) -> None:
+    def test_gossip_error_names_the_refused_server_method(self, method: Method) -> None:
         with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
             coordinate(spec(Gossip(), method), ALL)
 

@@ -148,7 +148,7 @@ def test_unseen_clients_are_refused_if_clients_share_samples() -> None:
         hold_out_clients(replace(data, partition=Partition(train, data.partition.test)), 0.25, SEED)
 
 
-def test_cohort_larger_than_trained_clients_is_refused() -> None:
+def test_cohort_larger_than_the_number_of_trained_clients_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"schedule\.cohort=4"):
         build([*COMMON, "evaluate.unseen=0.8"])
 

@@ -395,7 +395,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", FAST, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_faster_error_feedback_of_a_subclass_equals_class_compressor_bit_for_bit(
+    def test_error_feedback_of_a_compressor_equals_that_of_its_base_class_bit_for_bit(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)

@@ -174,7 +174,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_used_packages_come_from_the_option_allow_and_from_configured_classes() -> None:
+def test_used_packages_are_the_allowed_ones_and_those_of_configured_classes() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -38,7 +38,7 @@ THERE = tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
         ("regression", "mse", torch.zeros(2, 3), [14 / 3, 14 / 3]),
     ],
 )
-def test_metric_has_the_expected_value_for_each_sample(
+def test_scores_of_single_samples_equal_values_computed_by_hand(
     kind: Kind, name: str, labels: Tensor, scores: list[Any]
 ) -> None:
     metric = OBJECTIVES[kind].metric(name)

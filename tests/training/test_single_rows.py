@@ -247,7 +247,7 @@ def test_run_whose_clients_all_have_one_sample_is_refused() -> None:
         build_experiment(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 
 
-def test_cohort_larger_than_the_clients_that_can_train_is_refused() -> None:
+def test_cohort_larger_than_the_number_of_clients_that_can_train_is_refused() -> None:
     assert build_experiment(REFUSING["BatchNorm1d"], "schedule.cohort=5").schedule.size == 5
     with pytest.raises(RefusedError, match=r"^schedule\.cohort=6 "):
         build_experiment(REFUSING["BatchNorm1d"], "schedule.cohort=6")

@@ -341,7 +341,7 @@ def correcting(kind: Any, log: list[tuple[str, slice]]) -> Method:
 @pytest.mark.parametrize(
     "order", list(itertools.permutations(("add", "shift", "mix"))), ids="-".join
 )
-def test_gradient_corrections_are_made_in_order_add_then_shift_then_mix(
+def test_step_makes_gradient_corrections_in_the_order_add_shift_mix(
     order: tuple[str, ...],
 ) -> None:
     log: list[tuple[str, slice]] = []

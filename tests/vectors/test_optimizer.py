@@ -94,7 +94,9 @@ def test_optimizer_of_several_lanes_equals_one_optimizer_per_client(
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_optimizer_for_recorded_steps_equals_the_usual_one(settings: OptimizerSettings) -> None:
+def test_optimizer_for_recorded_steps_equals_the_ordinary_optimizer(
+    settings: OptimizerSettings,
+) -> None:
     row, rate = torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
     recorded = RecordedOptimizer(settings, [row])
     recorded.step([row], [gradient(7)[1]], rate)

@@ -56,7 +56,7 @@ def test_shortened_idx_file_has_only_its_first_images():
     assert cut_idx(idx_file(images), 0.6) == idx_file(images[:3])
 
 
-def test_function_copy_data_copies_fewer_rows_except_from_small_parquet_files(tmp_path):
+def test_copied_data_have_fewer_rows_unless_a_parquet_file_is_small(tmp_path):
     import pandas as pd
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -83,13 +83,13 @@ def test_flower_and_raysim_run_an_app_with_equal_settings():
     assert {"clients=7", "seed=2", "num-server-rounds=9"} <= set(commands["raysim"])
 
 
-def test_flower_and_raysim_get_the_same_seed_for_a_start_simulation_program():
+def test_benchmark_starts_a_program_with_the_same_seed_in_flower_and_raysim():
     commands = older_commands(PROGRAMS["fedpara"], "python", 2)
     assert all("seed=2" in command for command in commands.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_cpu_clock_includes_a_process_whose_exit_is_ignored_by_the_parent_process():
+def test_cpu_clock_counts_processes_whose_exit_the_parent_process_ignores():
     burn = "import time\nwhile time.process_time() < 0.6: pass"
     parent = (
         "import signal, subprocess, sys, time\n"

@@ -15,7 +15,9 @@ from raysim.methods.fedopt import FedAvgM
 pytestmark = pytest.mark.slow
 
 
-def test_planner_benchmark_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_benchmark_measures_every_schedule_with_every_fleet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     steps_said: list[str] = []
     rates = planner.rates(1e-9, steps_said.append)

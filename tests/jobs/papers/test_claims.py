@@ -92,7 +92,7 @@ def test_run_with_little_training_decides_no_claim_of_a_paper() -> None:
     assert "55.0 %" in untrained.to_decide() and "`skew-paper-80`" in untrained.to_decide()
 
 
-def test_claim_with_equal_differences_needs_more_seeds_than_it_has() -> None:
+def test_claim_with_three_equal_differences_needs_at_least_four_seeds() -> None:
     (finding,) = findings(SKEW_CLAIM, pairs([0.0, 0.0, 0.0]))
     assert finding.verdict == "undecided"
     assert finding.to_decide() == "4 seeds or more"
@@ -105,7 +105,7 @@ def test_paper_claim_is_judged_for_each_setting() -> None:
     assert (second.setting.name, second.verdict) == ("skew-fast", "contradicted")
 
 
-def test_needed_number_of_seeds_makes_the_interval_exclude_zero() -> None:
+def test_interval_excludes_zero_with_the_predicted_number_of_seeds() -> None:
     # t(0.975, 9) = 2.262: with ten pairs the half width is 0.715 deviations, with nine 0.769.
     assert seeds_needed(1.0, 0.74) == "about 10" == seeds_needed(2.0, -1.48)
     assert seeds_needed(1.0, 0.01) == "more than 100"

@@ -81,7 +81,9 @@ def test_numbers_of_a_figure_are_stored_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_figures_draw_every_kind_of_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_has_panels_with_lines_and_bars_and_points_and_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     draw(FIGURE, PANELS, tmp_path / "a.png")

@@ -353,7 +353,7 @@ def test_average_over_other_domains_has_no_difference_from_the_paper(tmp_path: P
     assert "FedAvg 96.85 ± 0.1 60.00* -36.85" in text and "FedAvg 85.62 ± 0.2 50.00* –" in text
 
 
-def test_paper_page_gives_the_command_of_the_paper_for_a_domain_that_no_run_has(
+def test_paper_page_shows_the_command_for_a_domain_that_has_no_stored_run(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_explanations", lambda paper: {"causes": {}, "remarks": []})
@@ -513,7 +513,7 @@ def test_paper_page_shows_rank_correlation_of_label_entropy_with_gain_over_fedav
     )
 
 
-def test_fedbr_page_shows_fedbr_gain_on_each_data_split_if_no_method_has_more_seeds() -> None:
+def test_fedbr_page_shows_gain_of_fedbr_on_each_split_if_methods_have_equal_seeds() -> None:
     runs = [
         stored(method, seed, 0.5, entropy=seed)
         for method in ("fedavg", "fedbn", "fedbr", "scaffold")
@@ -569,9 +569,7 @@ def test_gain_over_fedavg_needs_enough_seeds_of_one_setting() -> None:
     assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
-def test_stored_run_contains_its_gpu_and_its_execution_settings(
-    tmp_path: Path, store: Path
-) -> None:
+def test_stored_run_names_its_gpu_and_its_execution_settings(tmp_path: Path, store: Path) -> None:
     words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
     folder = finished(tmp_path / "a", words, scores(0.5))
     summary = json.loads((folder / "summary.json").read_text())
