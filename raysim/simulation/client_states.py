@@ -185,9 +185,8 @@ class ClientStates:
     def release_read(self, read_bytes: int) -> None:
         """Reduce the counted memory by the bytes that `send` read from disk for one call.
 
-        Use this method when the worker has answered the call, or before `send` prepares the call
-        again.
-        read_bytes: the number of bytes that `send` returned for the call.
+        Do this when the worker has answered the call, or before `send` prepares the call again.
+        read_bytes: what `send` returned for the call.
         """
         self._read_bytes -= read_bytes
 
@@ -235,7 +234,7 @@ class ClientStates:
     def commit(self, jobs: Sequence[Job]) -> None:
         """Replace client states by the states that the jobs of an aggregation have made.
 
-        Some states are moved to disk if all committed states in memory exceed the budget.
+        Some states move to disk if the states in memory exceed the budget.
         jobs: all jobs of the aggregation. A failed job leaves its client's state unchanged.
         """
         if not self.stateful:

@@ -96,8 +96,8 @@ class SplitByUpdates(ClusterRule):
         """Return the rule's initial state: no update of any client is known.
 
         "updates" [clients, floats]: the last update of each client since its cluster began.
-        "is_known" [clients]: True for a client that has such an update.
-        floats: the number of floats in an update.
+        "is_known" [clients]: True for a client with such an update.
+        floats: the floats of an update.
         """
         return {
             "updates": np.zeros((clients, floats), np.float32),
@@ -105,11 +105,10 @@ class SplitByUpdates(ClusterRule):
         }
 
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
-        """Split a cluster if its updates meet the conditions of CFL.
+        """Split a cluster if its updates meet the conditions of CFL; return {} otherwise.
 
-        Return {} if the cluster is not split. Otherwise return one entry. The key is the number of
-        a replica that had no clients. The value is the clients that this replica serves from now
-        on.
+        The key of the only entry is a replica that had no clients. The value is the clients that
+        this replica serves from now on.
         """
         updates, is_known = view.state["updates"], view.state["is_known"]
         for client, delta in zip(view.clients.tolist(), view.deltas, strict=True):

@@ -1,7 +1,7 @@
 """The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides the order of all events before the training. Therefore a worker can get a job as
-soon as the job's base version exists. Jobs that will be lost or discarded are not trained.
+The planner decides the order of all events before the training. Therefore jobs that will be lost or
+discarded are not trained.
 """
 
 from __future__ import annotations
@@ -190,9 +190,8 @@ class Coordinator:
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
         """Return the loss of each client on its training samples, with its replica's model.
 
-        If clients choose their replica by the loss, return each client's smallest loss over all
-        replicas.
-        samples: the largest number of samples of a client to use; None uses all.
+        If clients choose their replica by the loss, return the smallest loss over all replicas.
+        samples: the largest number of samples of a client; None uses all.
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:
@@ -205,9 +204,9 @@ class Coordinator:
         return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
-        """Return the size, in floats, of a tensor that a method sends to a client.
+        """Return the floats of a tensor that a method sends to a client with the current version.
 
-        The size is the one in the current version of the replica that serves the client.
+        This is the version of the replica that serves the client.
         name: the full name of the tensor.
         """
         number = self.replicas.numbers[self.replicas.replica_of(client)]

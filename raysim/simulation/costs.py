@@ -142,8 +142,8 @@ class Costs:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
         If the devices have no method `phases`, the pass costs no energy.
-        work: a third (`FORWARD`) of the number of samples in the pass.
-        down, up: the floats that the client received and sent.
+        work: a third of the number of samples in the pass.
+        down, up: the floats received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)
         self._add(self.of(job))

@@ -77,7 +77,6 @@ class Delays(Fleet):
         """Return devices for which every job takes a random time.
 
         The time is between `least` and `most` of the client's `DelayKind`.
-        seed: the seed of the run.
         sample_flops: has no effect, because durations do not depend on the model.
         """
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
@@ -105,10 +104,9 @@ class RandomDelays:
     ) -> Trip:
         """Return when a job ends, and whether its update arrives.
 
-        The job's duration is random. It depends only on `client` and `participation`.
+        The random duration depends only on `client` and `participation`.
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples, down, up: have no effect.
         """
         least = self._least[client]
         seconds = least + (self._most[client] - least) * uniform(self._key, client, participation)

@@ -85,7 +85,6 @@ class TrainCall(Call):
 class Dispatcher:
     """The object that decides which worker trains which jobs, and in which calls.
 
-    client_states: the states that are sent with the jobs.
     versions: the published versions, from which jobs start.
     floats: the number of floats in an update's parameters.
     has_lanes: True if workers train several clients at once.
@@ -132,10 +131,10 @@ class Dispatcher:
         self._queue.put(job, aggregation)
 
     def plan_sums(self, group: Group) -> None:
-        """Allow workers to sum the updates of one aggregation, instead of sending each update.
+        """Allow workers to sum the updates of an aggregation, instead of sending each update.
 
         Call this once for each replica that aggregates.
-        group: the numbers of the jobs, in the order in which they are aggregated.
+        group: the numbers of the jobs, in the order of aggregation.
         """
         self._trees.plan(group)
 
@@ -143,8 +142,8 @@ class Dispatcher:
         """Send all jobs of the next aggregation to workers, if they were not sent earlier.
 
         Workers with few unanswered calls also get jobs of later aggregations.
-        jobs: the jobs, in the order in which they are aggregated.
-        aggregation: the number of the aggregation; 0 is the run's first aggregation.
+        jobs: the jobs, in the order of aggregation.
+        aggregation: the number of the aggregation; the run's first aggregation has the number 0.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -168,18 +167,16 @@ class Dispatcher:
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
         """Return True if at least one of these nodes adds up the sums of its workers.
 
-        The coordinator's node (number 0) never adds up sums. No node does so if the model is
-        smaller than `Runtime.combine_from`.
-        nodes: the numbers of the nodes.
+        The coordinator's node (number 0) never does so. No node does so if the model is smaller
+        than `Runtime.combine_from`.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)
 
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
-        """Divide jobs among workers; return the jobs by the worker's number.
+        """Divide an aggregation's jobs among workers; return the jobs by the worker's number.
 
         A worker without jobs has no entry. If clients have states, each client's jobs are in the
         order of their dispatch.
-        jobs: the jobs of one aggregation, in the order in which they are aggregated.
         """
         workers, loads, nodes = self._calls.active, self._active_loads(), self._active_nodes()
         groups = self._trees.groups(job.number for job in jobs)
@@ -219,10 +216,9 @@ class Dispatcher:
             yield chunk
 
     def _home(self, client: int) -> StateHome | None:
-        """Return the active worker that has, or will have, a client's newest state.
+        """Return the active worker that has, or will have, a client's newest state; None for none.
 
-        `StateHome.worker` is the worker's position in the list of active workers. Return None if no
-        active worker has a state of the client.
+        `StateHome.worker` is the worker's position in the list of active workers.
         """
         newest = self._client_states.newest_state(client)
         if newest is None or newest[0] not in self._calls.active:
@@ -251,7 +247,7 @@ class Dispatcher:
         """Remove jobs for a worker's next training call from the queue, and return these jobs.
 
         A job stays in the queue if a different worker has, or will have, the client's newest state.
-        An idle worker may take one such job, as the first of the call, if the state exists already.
+        An idle worker may take one such job if the state exists already.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -299,7 +295,6 @@ class Dispatcher:
         method: "train" sends the sums of updates to the coordinator; "train_apart" leaves the sums
         on the worker's node.
         groups: the groups of jobs whose updates the worker sums.
-        uses: the client states from which the jobs start.
         """
         versions = list(dict.fromkeys(version for job in jobs for version in job.received))
         # A job sends less than its delta where clients have replicas of their own.
@@ -356,10 +351,11 @@ class Dispatcher:
         return list(dict.fromkeys(self._call_of[job.number] for job in jobs))
 
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
-        """Wait until these jobs are trained; return their updates, and the sums that workers made.
+        """Wait until an aggregation's jobs are trained; return updates, and sums from workers.
 
-        jobs: the jobs of an aggregation. The first result has an update or a failure for each job,
-        in the same order. If a worker has added an update to a sum, the update has only metrics.
+        There is an update or a failure for each job. If a worker has added an update to a sum, the
+        update has only metrics.
+        jobs: the jobs, in the order of aggregation.
         """
         calls = self.calls_of(jobs)
         for call in calls:
@@ -380,7 +376,6 @@ class Dispatcher:
         """Fetch the sums of updates that workers made for one aggregation; return them by group.
 
         If a sum was lost with its node, the jobs of this sum are trained again.
-        calls: the calls in which the workers trained the jobs.
         numbers: the numbers of the aggregation's jobs.
         """
         sums: dict[Group, np.ndarray] = {}
@@ -405,7 +400,6 @@ class Dispatcher:
     ) -> dict[Group, np.ndarray]:
         """Train jobs again because sums of their updates were lost; return the new sums.
 
-        Wait until all jobs are trained.
         calls: the calls that trained the jobs before.
         groups: the job numbers of each lost sum.
         """

@@ -82,8 +82,7 @@ class Evaluator:
     """The object that lets workers score models and makes columns from their reports.
 
     declarations: what the methods declare, such as model parts that stay with clients.
-    client_states: the client states, from which the personal parameters of clients' models are
-    read.
+    client_states: contain the clients' values of these parts.
     """
 
     def __init__(
@@ -191,10 +190,9 @@ class Evaluator:
     def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
         """Start scoring each client with the replica that serves the client.
 
-        If there is a central test set and the model has no personal parameters, two kinds of models
-        are also scored on this set: the mean of all replicas, and each replica that serves a scored
-        client.
-        mean: a reference to the mean of all replicas.
+        Without personal parameters, the mean of all replicas and each replica that serves a scored
+        client are also scored on the central test set.
+        mean: a reference to this mean.
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
@@ -313,8 +311,7 @@ class Evaluator:
         """Draw some of these clients, as many as `evaluate.clients` says; return them ascending.
 
         Return all clients if there are not more.
-        clients: the clients, ascending.
-        version: the scored version; each version has a draw of its own.
+        version: the scored version. Each version has a draw of its own.
         purpose: the name of the random stream.
         """
         count = self.evaluation.clients
@@ -372,8 +369,7 @@ class Evaluator:
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
         """Start the calls for tasks that score the same version.
 
-        A client's task goes to the worker that has the client's state. All other tasks are divided
-        evenly.
+        A client's task goes to the worker that has the client's state.
         published: a reference to the version.
         """
         return self._start_each(tasks, [lambda: published] * len(tasks))
@@ -383,8 +379,7 @@ class Evaluator:
     ) -> list[Call]:
         """Start the calls for tasks that may score different versions.
 
-        A client's task goes to the worker that has the client's state. All other tasks are divided
-        evenly.
+        A client's task goes to the worker that has the client's state.
         loaders: for each task, a function that returns a reference to the version.
         """
         # By worker: consecutive tasks with one version.
@@ -480,11 +475,9 @@ class Evaluator:
     ) -> Scoring:
         """Start scoring the local model of each participant, and the next shared model.
 
-        Each model is scored on training samples of every participant (at most
-        `evaluate.decompose_rows`), with that participant's personal parameters.
-        updates: one update for each participant.
+        Each model is scored on at most `evaluate.decompose_rows` training samples of every
+        participant, with this participant's personal parameters.
         bases: the base versions of the updates, by number.
-        after: the next shared model.
         """
         tasks = [self._training_task(update.client) for update in updates]
         scoring = Scoring(members=tuple(update.client for update in updates))
@@ -539,10 +532,8 @@ class Evaluator:
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
         """Return the columns with scores of the shared model.
 
-        If there are validation samples and no personal models, these include the scores of the best
-        round.
+        Without personal models, validation samples add the scores of the best round.
         reports: the reports of the tasks of `_shared_tasks`, in the same order.
-        scoring: the scoring to which the reports belong.
         """
         sizes = [
             self._test_counts[scoring.clients].sum(),
@@ -563,12 +554,11 @@ class Evaluator:
         return row
 
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
-        """Return the columns with scores of the clients' own models.
+        """Return the columns with scores of the clients' own models; store each client's scores.
 
-        reports: one report for each client: the scores of the client's test samples, then those of
-        its validation samples.
+        reports: each report has the scores of a client's test samples, then those of the client's
+        validation samples.
         suffix: the end of the columns' names: "_finetuned" for fine-tuned models, else "".
-        scoring: gets the scores of each client (`client_scores`).
         """
         row: Row = {}
         if not reports:
@@ -608,7 +598,6 @@ class Evaluator:
         All models are scored on the central test set. Unseen clients have separate columns, such as
         `accuracy_unseen_common`.
         reports: one report for each client.
-        scoring: the clients and the unseen clients.
         """
         row: Row = {}
         for columns in self.score_columns:

@@ -134,9 +134,9 @@ class Saved:
 class Profiled:
     """The event that reports the profile of a run: the time of each process by activity.
 
-    A run with `profile=true` yields it shortly before its end.
-    start, stop: the start and end of the profile in wall time, in seconds since the epoch.
-    tracks: the profiles of the coordinator and of all workers.
+    It comes shortly before the end of a run with `profile=true`.
+    start, stop: the period of the profile, in seconds since the epoch.
+    tracks: one for each process.
     """
 
     start: float  # seconds since the epoch

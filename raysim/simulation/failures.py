@@ -19,9 +19,9 @@ def check_failures(
     """Raise TooManyFailuresError if too many jobs of an aggregation failed.
 
     If the run has a folder, a checkpoint is written first.
-    jobs: the number of the aggregation's jobs.
-    version: the number of the aggregation; 0 is the run's first aggregation.
-    tolerate: the largest share of jobs that may fail, 0 to 1.
+    jobs: the number of jobs.
+    version: the number of the aggregation, from 0.
+    tolerate: the largest share of failed jobs, 0 to 1.
     """
     if not failures or len(failures) / jobs <= tolerate:
         return

@@ -46,8 +46,8 @@ class Devices(Protocol):
 
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples: the training work in samples (`Job.work`).
-        down, up: the floats that the client receives and sends.
+        samples: the training work (`Job.work`).
+        down, up: the floats received and sent.
         """
         ...
 
@@ -55,8 +55,8 @@ class Devices(Protocol):
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
-        samples: [clients], the training work of each client (`Job.work`).
-        down, up: the floats that each client receives and sends.
+        samples: [clients], the training work (`Job.work`).
+        down, up: the floats received and sent.
         """
         ...
 
@@ -70,7 +70,7 @@ class DevicesWithPhases(Protocol):
 
         The job is assumed not to be lost.
         samples: the training work (`Job.work`).
-        down, up: the floats that the client receives and sends.
+        down, up: the floats received and sent.
         """
         ...
 
@@ -225,7 +225,7 @@ class Fate:
         """Return when a job ends, and whether its update arrives.
 
         participation: the number of earlier jobs of the client.
-        start: the virtual time in seconds at which the job begins.
+        start: the virtual time at which the job begins.
         seconds: the duration of the job if it is not lost.
         """
         finish, arrives = start + seconds, True
@@ -261,8 +261,8 @@ class Fixed:
 
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples: the training work in samples (`Job.work`).
-        down, up: the floats that the client receives and sends.
+        samples: the training work (`Job.work`).
+        down, up: the floats received and sent.
         """
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
         return self._fate.trip(
@@ -274,7 +274,7 @@ class Fixed:
 
         The job is assumed not to be lost.
         samples: the training work (`Job.work`).
-        down, up: the floats that the client receives and sends.
+        down, up: the floats received and sent.
         """
         return (
             down * FLOAT_BYTES / self._down[client],
@@ -286,8 +286,8 @@ class Fixed:
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
-        samples: [clients], the training work of each client (`Job.work`).
-        down, up: the floats that each client receives and sends.
+        samples: [clients], the training work (`Job.work`).
+        down, up: the floats received and sent.
         """
         speeds = self._speeds
         training = samples / speeds.samples

@@ -72,9 +72,9 @@ class SumTrees:
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the groups of jobs whose updates a worker replaces by one sum per group.
 
-        They are the largest groups that contain only jobs of this worker. The job of an aggregation
-        with a single job is in no group.
-        numbers: the numbers of the jobs that the worker trains.
+        They are the largest groups that contain only jobs of this worker. If an aggregation has a
+        single job, this job is in no group.
+        numbers: the numbers of the worker's jobs.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
 

@@ -75,9 +75,7 @@ class RowWriter:
         """Return the row of an aggregation that was just made; scores are still missing.
 
         replicas: the replicas after the aggregation.
-        aggregation: the plan of the aggregation.
-        updates: the aggregated updates.
-        failures: the failed jobs.
+        updates, failures: the results of the aggregation's jobs.
         store_bytes: the bytes in the object store when all updates had arrived.
         """
         staleness = aggregation.staleness

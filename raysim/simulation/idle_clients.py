@@ -21,8 +21,6 @@ _FEW = 64  # up to this many clients are added or removed one by one
 class IdleClients:
     """The clients of `members` that are available and idle, as a sorted array.
 
-    Checkpoints need not contain the array, because it depends only on the time and the busy
-    clients.
     members: the clients to consider, ascending.
     busy: the busy clients; the caller updates this collection.
     now: the virtual time in seconds.

@@ -102,8 +102,8 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
-        Then plan up to `MAX_PLANNED_AGGREGATIONS` ahead, until the end of every dispatched job is
-        known. Skip this if the plan depends on the updates of the returned aggregation.
+        Then plan further aggregations, until the end of every dispatched job is known, unless the
+        plan depends on updates of this aggregation.
         Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:

@@ -81,8 +81,8 @@ class VaryingTensors:
         """Return by how many floats an update is larger than planned; negative if it is smaller.
 
         Only the tensors in `planned` are counted.
-        floats_of: returns the size in floats of a tensor that the client received with the base
-        version. The argument is the full name, "method.name".
+        floats_of: returns the floats of a tensor in the base version, for the tensor's full name
+        "method.name".
         """
         planned = sum(self.uploaded.values())
         if update.version:
@@ -210,8 +210,7 @@ class StepMessages:
     def saved(self, client: int, version: int) -> int:
         """Return by how many floats compressed changes make a client's next download smaller.
 
-        The result is 0 if the client receives all parameters. Call this once for each job, because
-        it also records that the client has `version`.
+        Call this once for each job, because it also records that the client has `version`.
         version: the base version of the client's next job.
         """
         previous = self.received.item(client)
@@ -225,8 +224,8 @@ class PeerLoads:
     """A callable that computes the `Load` of a job if clients exchange replicas without a server.
 
     loads: computes the load of a job in a run with a server.
-    network: says when clients exchange, and how many floats each client exchanges.
-    model: the number of floats of a replica.
+    network: says when clients exchange, and how many floats.
+    model: the floats of a replica.
     """
 
     def __init__(self, loads: Loads, network: Network, model: int):

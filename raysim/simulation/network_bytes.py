@@ -86,9 +86,9 @@ class CountingRuntime:
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
         """Call a method of a worker without waiting; return references to what the method returns.
 
-        The bytes of the arguments are counted.
+        Count the bytes of the arguments.
         method: the name of a method of `Worker`.
-        args: the arguments of the method, or references to them.
+        args: the arguments, or references to them.
         returns: the number of values that the method returns.
         """
         nodes = self.runtime.nodes
@@ -120,9 +120,8 @@ class CountingRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
         """Let a node add up sums of updates; return a reference to the total.
 
-        The bytes of sums from other nodes are counted.
-        parts: for each sum, the positions of its updates in the order of aggregation.
-        refs: references to the sums, in the same order.
+        Count the bytes of sums from other nodes.
+        parts: for each sum in `refs`, the positions of its updates in the order of aggregation.
         """
         for ref in refs:
             self._move(self._vector_bytes, self._homes.pop(hash(ref), node), node)

@@ -58,9 +58,9 @@ class NoClientsLeftError(RunStoppedError):
 class Load(NamedTuple):
     """The number of samples that a job processes, and the floats that its client exchanges.
 
-    work: the trained samples, plus the samples that methods add with the hook `cost`. A sample that
-    makes only a forward pass counts as a third.
-    down, up: the floats that the client receives and sends.
+    work: the trained samples, plus what methods add with the hook `cost`. A sample that makes only
+    a forward pass counts as a third.
+    down, up: the floats received and sent.
     """
 
     work: float
@@ -274,9 +274,8 @@ class Planner:
     def measure_with(self, measure: MeasureLosses) -> None:
         """Set the function with which the selection rule measures the losses of clients.
 
-        measure: returns the loss of the current version on the samples of each client. The
-        arguments are the clients and the largest number of samples of a client; None uses all
-        samples.
+        measure: returns each client's loss of the current version, for the clients and the largest
+        number of samples of each client (None: all).
         """
         if self._selector is not None:
             self._selector.measure = measure
@@ -291,7 +290,7 @@ class Planner:
 
         Return the clients of each pool, ascending; the fastest pool is first. Return [] if the
         schedule has no pools.
-        counts: [clients], the number of training samples of each client.
+        counts: [clients], the training samples.
         """
         if not self.schedule.pools:
             return []
@@ -338,8 +337,8 @@ class Planner:
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates; return this aggregation.
 
-        Raises RuntimeError for an action of the schedule that is not allowed, and SelectionError
-        for such a choice of the selection rule.
+        Raises RuntimeError for a forbidden action of the schedule.
+        Raises SelectionError for a forbidden choice of the selection rule.
         Raises NoClientsLeftError if no client will become available again.
         Raises ValueError if no client is available in the first `patience` seconds, or if
         `MAX_CONSECUTIVE_LOST_JOBS` jobs in a row are lost.
@@ -363,8 +362,8 @@ class Planner:
     def _decide(self, site: Site) -> PlannedAggregation | float:
         """Execute the schedule's actions for a site until the schedule aggregates or waits.
 
-        Return the planned aggregation, or the virtual time at which the wait ends at the latest.
-        Infinity means that only an ended job or an available client ends the wait.
+        Return the planned aggregation, or the latest virtual time at which the wait ends; infinity
+        means no such time.
         site: the clients of one schedule and their jobs.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
@@ -598,8 +597,7 @@ class Planner:
     def _dispatch(self, site: Site, count: int, pool: int) -> int:
         """Dispatch up to `count` idle clients of a site; return the number of dispatched clients.
 
-        site: the clients of one schedule and their jobs. The clients receive the site's current
-        version.
+        site: the clients of one schedule and their jobs.
         pool: the pool of clients to draw from; -1 draws from all clients.
         """
         version, selector = site.version, self._selector
@@ -750,10 +748,9 @@ class Planner:
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
-        """Return the first `count` different clients that are idle and available.
+        """Return the first `count` different clients that are idle and available, or fewer.
 
-        Try the clients `members[position]` in the order of `positions`. Return fewer clients if the
-        positions end before.
+        Try the clients `members[position]` in the order of `positions`.
         presence: the availability of the clients; None means that all are always available.
         """
         busy, now = self._busy, self.now

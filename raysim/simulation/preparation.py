@@ -1,7 +1,7 @@
 """Prepare a run before its first aggregation.
 
-Clients send the arrays from which methods make server state. Workers receive tensors that a method
-sends only once, and the rows of the samples for probes.
+Clients send arrays from which methods make server state. Workers receive tensors that methods send
+once, and the rows of the samples for probes.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class WatchedRuntime:
 class Profile:
     """The profile of a run: how long the coordinator and the workers take for each type of work.
 
-    runtime: executes functions on the workers. The run must use the attribute `runtime` of the
-    profile instead, which measures every call.
+    runtime: executes functions on the workers. The run must use the profile's attribute `runtime`
+    instead, which measures every call.
     """
 
     def __init__(self, runtime: Runtime):

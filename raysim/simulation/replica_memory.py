@@ -55,7 +55,7 @@ class ReplicaMemory:
     ) -> set[int]:
         """Move idle replicas to disk until the replicas in memory fit the budget.
 
-        Return the numbers of the moved replicas. Too few of them may be idle.
+        Return the numbers of the moved replicas.
         changed: the replicas that have changed since the last call.
         is_busy: returns True for a replica from which a job in flight started.
         """

@@ -96,9 +96,8 @@ class Replicas:
     def read(self, replica: int) -> Server:
         """Make room in memory for a replica's tensors, and return the replica's server.
 
-        Use this function directly before reading tensors of the server. Tensors of a replica on
-        disk are loaded when they are read. Replicas that were loaded earlier may be removed from
-        memory.
+        Use this function directly before reading tensors of the server. If they are on disk,
+        reading loads them.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -155,7 +154,7 @@ class Replicas:
         """Return the jobs of an aggregation, each with the replica that aggregates its update.
 
         This is the replica that serves the client now. If clients choose their replica by the loss,
-        it is the replica that the client has chosen, which serves the client from now on.
+        the chosen replica serves the client from now on.
 
         results: an update or a failure for each job.
         """
@@ -183,9 +182,9 @@ class Replicas:
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
         """Let the topology's cluster rule move clients to replicas that have no clients.
 
-        Return the replicas to which clients were moved. Each of them first becomes a copy of the
-        clients' old replica. Return an empty set without a cluster rule.
-        by_replica: the updates of each replica, in the order of aggregation.
+        Return the replicas with new clients. Each of them first becomes a copy of the replica that
+        the clients leave.
+        by_replica: the updates, in the order of aggregation.
         """
         rule = self.network.clusters
         if rule is None:
@@ -225,12 +224,10 @@ class Replicas:
         return [replica for replica, server in enumerate(self.servers) if not server.able]
 
     def _check_move(self, target: int, clients: np.ndarray, view: ClusterView) -> None:
-        """Raise ValueError if the cluster rule may not move these clients.
+        """Raise ValueError if the cluster rule may not move these clients to a replica.
 
-        The target must have no clients, and at least one client must stay in the old replica.
-
-        target: the replica to which the clients move.
-        view: what the rule knows about the old replica.
+        The replica `target` must have no clients, and at least one client must stay in the replica
+        that the clients leave.
         """
         is_member = np.isin(clients, view.members)
         reason = ""
@@ -314,9 +311,8 @@ class Replicas:
     ) -> set[int]:
         """Let each replica that has jobs aggregate their updates; return the changed replicas.
 
-        have_exchanged: True if the replicas exchanged before this call, in the same aggregation, so
-        that their vectors differ from the published versions.
-        The other arguments are those of `step`.
+        have_exchanged: True if the replicas have exchanged already in this aggregation, so that
+        their vectors differ from the published versions.
         """
         staleness = aggregation.staleness
         reports: dict[str, list[float]] = {}

@@ -37,10 +37,9 @@ class PendingRound:
 class RoundReports:
     """The object that adds scores to the rows of rounds and reports the rounds.
 
-    evaluator: makes the columns from the scores.
-    calls: waits until workers have returned the scores.
+    calls: waits for the scores of workers.
     history: gets the rows.
-    best_model: gets each scored model, and keeps the model of the best round (`Criterion`).
+    best_model: gets each scored model, and keeps the model of the best round.
     """
 
     def __init__(

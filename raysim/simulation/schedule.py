@@ -361,7 +361,6 @@ class Tiered(_Policy):
     """A schedule that divides clients into tiers by their speed; each tier has its own rounds.
 
     All tiers update one model (FedAT, Chai et al., SC 2021).
-    tiers: the number of tiers.
     cohort: the number of clients in a round of a tier.
     max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
@@ -393,8 +392,8 @@ class Tiered(_Policy):
     def decide(self, view: View) -> Action:
         """Aggregate or dispatch for the first tier that can act; wait if no tier can.
 
-        A tier can act if it has no job in flight and no dispatch at this virtual time found too few
-        clients (`view.short`). Aggregate its arrived updates; if there are none, dispatch a cohort.
+        A tier cannot act if it has jobs in flight, or if a dispatch at this virtual time found too
+        few clients. Arrived updates are aggregated; without such updates, a cohort is dispatched.
         """
         for tier, running in enumerate(view.in_pool):
             if running or tier in view.short:
@@ -420,10 +419,10 @@ def _refill(view: View, concurrency: int) -> Action:
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
     """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
-    A schedule needs `concurrency` clients with samples. If each replica has a separate schedule,
-    each replica needs this number, and pools are not allowed.
+    Each schedule needs `concurrency` clients with samples. If each replica has a schedule of its
+    own, pools are not allowed.
 
-    counts: int [clients], the number of training samples of each client.
+    counts: int [clients], the training samples of each client.
     """
     if not network.own_schedules:
         check_concurrency(schedule, counts)

@@ -80,8 +80,8 @@ class ScoreColumns:
         """Return the columns with the scores of the shared model.
 
         parts: the metric's value of each sample, in four arrays: test samples of clients, test
-        samples of unseen clients, the central test set, and validation samples of clients.
-        scoring: gets the clients' scores (`client_scores`).
+        samples of unseen clients, the central test set, validation samples of clients.
+        scoring: gets the clients' scores.
         """
         tested, unseen, central, validated = parts
         suffix, name = "_shared" if self.personal else "", self.metric.name
@@ -170,7 +170,6 @@ class ScoreColumns:
     def _unseen_columns(self, suffix: str, values: np.ndarray, scoring: ScoredClients) -> Row:
         """Return columns with the mean and the worst of the unseen clients' test scores, if any.
 
-        suffix: the end of the columns' names.
         values: the metric's value for each test sample, one client after another.
         scoring: gets the score of each unseen client (`client_scores`).
         """
@@ -185,8 +184,8 @@ class ScoreColumns:
     ) -> np.ndarray:
         """Return the score of each client, and append the scores to `scoring.client_scores[name]`.
 
-        values: the metric's value for each test sample, one client after another.
-        clients: the scored clients, in the same order.
+        values: the metric's value for each test sample, one client after another, in the order of
+        `clients`.
         """
         ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
         scores = np.array([self.metric.summarise(part) for part in np.split(values, ends)])

@@ -162,9 +162,9 @@ class FedCS(Selection):
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
         """Return the positions of clients that meet the deadline, in the order of their uploads.
 
-        If no client meets it, return the client that finishes first.
-        ready: for each client, the seconds from dispatch to the end of training.
-        sending: for each client, the seconds of the upload.
+        If no client meets the deadline, return the client that finishes first.
+        ready: seconds from each client's dispatch to the end of the training.
+        sending: seconds of each client's upload.
         count: the largest number of positions.
         """
         is_left = np.ones(len(ready), bool)

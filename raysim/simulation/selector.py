@@ -70,7 +70,6 @@ class IdleMask:
     """A bool mask [clients]: True for each idle, available client that has samples.
 
     presence: None means that all clients are always available.
-    eligible: the clients that have samples.
     busy: bool [clients]; the caller updates this array.
     now: the virtual time in seconds.
     """
@@ -172,7 +171,6 @@ class Selector:
         """Let the rule choose up to `count` clients; return them ascending.
 
         pool: the pool to choose from; -1 means all clients.
-        now: the virtual time in seconds.
         decision: the number of earlier decisions, which decides the random numbers.
         Raises SelectionError if a chosen client cannot be dispatched.
         """

@@ -406,7 +406,6 @@ class Server:
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
         """Add the step to the shared vector, and store the result as a new vector.
 
-        The old vector may be read-only in an object store, so it is not changed.
         direction: [layout.trained], the step of the parameters.
         buffers: the step of the float buffers.
         Raises AggregationError if the new vector is not finite.

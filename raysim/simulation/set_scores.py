@@ -57,8 +57,8 @@ class SetScores:
     def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
         """Return the tasks with which workers score all sets of samples that are not empty.
 
-        The sets are each client's test samples and validation samples, the central test set, and
-        the domains of the clients' and of the central test samples.
+        The sets are each client's test and validation samples, the central test set, and the
+        domains of both kinds of test samples.
         client_tasks: for each scored client, the task for its test samples.
         """
         tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]
@@ -133,8 +133,7 @@ class SetScores:
     ) -> Row:
         """Return columns with each metric's mean and worst value over the clients.
 
-        Append the clients' values to the lists in `scoring.client_scores`.
-        reports: the reports on the clients' test samples.
+        The clients' values are appended to the lists in `scoring.client_scores`.
         suffix: text after the metric in a column's name: "" or "_unseen".
         """
         row: Row = {}

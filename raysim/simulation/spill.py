@@ -1,7 +1,7 @@
 """Keep arrays on disk instead of in memory, in unnamed files.
 
 A `SpillFile` stores the arrays of each client; `read` returns copies. Programs use the arrays of a
-`MappedFile` like arrays in memory; the system loads them from the file page by page.
+`MappedFile` like arrays in memory; the system reads the file when necessary.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class _StoredArray:
 class SpillFile:
     """A file that contains a dictionary of arrays for each client.
 
-    A client's new arrays overwrite its old arrays, unless they need more space. The file is removed
-    when the process ends in any way.
+    The file is removed when the process ends in any way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     """

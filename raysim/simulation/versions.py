@@ -15,8 +15,8 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by version number, in the runtime's object store.
 
-    The store has the base version of each job that has not ended, and the current version of each
-    replica in memory. The current version of a replica on disk is stored only while a job needs it.
+    The store has the base version of each job that has not ended. It also has the current version
+    of each replica, unless the replica is on disk.
     """
 
     def __init__(self, runtime: Runtime):

@@ -206,7 +206,6 @@ class Attackers(Method):
         """Return the vector that all attackers send as their update in the attack ALIE, [trained].
 
         Return None for any other attack, or if no honest client or no attacker has sent an update.
-        arrivals: the updates and failures of the aggregation.
         trained: the number of shared trainable parameters.
         """
         if self.attack.kind != "alie":

@@ -20,7 +20,7 @@ def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.nda
 
     order: the positions of the samples, in the order of training.
     batch: the size of a batch; the last batch may be smaller.
-    drop_single: True drops a last batch of one sample, unless it is the only batch.
+    drop_single: drop a last batch of one sample, unless it is the only batch.
     """
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     if drop_single and len(batches) > 1 and len(batches[-1]) == 1:

@@ -138,8 +138,8 @@ class _LinearLanes:
     """A linear layer of all K lanes, each with a batch of B samples.
 
     A call computes [K, B, m] outputs from [K, B, n] inputs.
-    parts: the weights [K, m, n] and, if the layer has one, the bias [K, m].
-    precision: the dtype of the products; None takes the dtype of the weights.
+    parts: the weights [K, m, n] and perhaps the bias [K, m].
+    precision: the dtype of the products; None takes that of the weights.
     """
 
     def __init__(self, parts: Sequence[Tensor], precision: torch.dtype | None):
@@ -269,10 +269,10 @@ class BatchedLanes(LaneLoop[Lane]):
         return inputs
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Clip the gradient of each of the K lanes to the norm `local.clip`.
+        """Clip the gradient of each of the K lanes to the norm `local.clip`; 0 clips nothing.
 
-        Return one tensor [K, n] for each range of n trained parameters that follow one another in
-        the vector. If `local.clip` is 0, return `gradients`.
+        Return one tensor [K, n] for each range of n parameters that follow one another in the
+        vector.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip
@@ -286,8 +286,8 @@ class BatchedLanes(LaneLoop[Lane]):
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
         """Stack the next batches of K lanes; return inputs, targets and the weights of samples.
 
-        Inputs and targets are [K, B, ...], weights are [K, B], for B rows of each lane. Rows that
-        pad a smaller batch, and all rows of a lane without a job, have weight 0.
+        Inputs and targets are [K, B, ...], weights are [K, B], for B rows of each lane. Rows
+        without a sample of a job have weight 0.
         busy: the lanes that have a job.
         """
         batches = {lane.row: lane.next_batch for lane in busy}
@@ -309,9 +309,8 @@ class BatchedLanes(LaneLoop[Lane]):
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
         """Return the weight of each of B samples in the loss of each of K lanes, [K, B].
 
-        It is 1 / (size of the lane's batch), and 0 for samples that pad a smaller batch or belong
-        to a lane without a job.
-        batches: by number of a lane that has a job.
+        It is 1 / (size of the lane's batch), and 0 for samples that only pad a batch.
+        batches: the batch of each lane that has a job, by the lane's number.
         """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():

@@ -78,8 +78,7 @@ class ClientData:
 
         plan: the positions of the samples in each batch, as indices into `rows`.
         rows: rows of the data set.
-        purpose, keys: decide the random numbers for augmentation, for example "augment", the client
-        and the number of its earlier jobs.
+        purpose, keys: text and numbers that decide the random numbers for augmentation.
         """
         rows = rows[plan.positions]
         generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None
@@ -120,10 +119,10 @@ class PreparedBatches:
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Prepare the batches of the next jobs with one data access of up to `CHUNK_FLOATS` values.
 
-        Nothing is prepared if fewer than two jobs fit, if a method selects samples, or if inputs
-        are augmented.
+        Prepare nothing if fewer than two jobs fit, if a method selects samples, or if inputs are
+        augmented.
 
-        jobs: the next jobs, in the order in which they will begin.
+        jobs: the next jobs, in their order.
         """
         # Selection and augmentation are possible only after a job has begun.
         if self.planner.selector is not None or self.data.pipeline.augment:

@@ -33,9 +33,9 @@ class FrozenNetworks:
     def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """Return a frozen copy of all neural networks of the run, by network name.
 
-        name: the name that the method has chosen for the copy.
+        name: the name of the copy, which the method has chosen.
         values: [layout.total], loaded once per job. None loads the model from which training
-        started, with the client's personal parameters.
+        started.
         """
         if self._owners.get(name) is not ctx:
             # Tensors that are made in inference mode cannot be changed outside of it.

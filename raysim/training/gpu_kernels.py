@@ -51,11 +51,10 @@ def _align_argument(argument: Any) -> Any:
 
 
 def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer's function with aligned tensors: copies replace tensors at other addresses.
+    """Call a layer's function with aligned tensors; copies replace unaligned tensors.
 
-    If the function changes running means and variances in place, such as `batch_norm`, their new
+    If the function changes running means and variances in place, such as `batch_norm`, the new
     values are copied back into the original tensors.
-    func: the function, such as `torch.nn.functional.linear`.
     """
     aligned = [_align_argument(argument) for argument in args]
     aligned_by_name = {name: _align_argument(argument) for name, argument in kwargs.items()}

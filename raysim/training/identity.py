@@ -189,8 +189,8 @@ class Participants:
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
         """Return for each fact its expected value, and the process from which the value comes.
 
-        A fact is an entry of `Identity.facts`. Its value comes from the first process that has it:
-        the driver, then joined processes, then new ones.
+        A fact is an entry of `Identity.facts`. The value comes from the first process that has the
+        fact, in the order of joining.
         new: processes that will join the run.
         """
         first: dict[str, tuple[str, Identity]] = {}
@@ -227,7 +227,6 @@ def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identit
     """Describe all facts of a process that differ from the expected values; "" if none differs.
 
     reference: for each fact, the expected value and the identity of a process that has it.
-    identity: the process to compare.
     """
     texts = []
     for fact, value in identity.facts.items():

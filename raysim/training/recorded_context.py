@@ -55,10 +55,10 @@ class Reads:
 class TrackedTable(UserDict[str, Tensor]):
     """A table of tensors that records which of its original tensors a step reads.
 
-    Reads of tensors that the step itself has put into the table are not recorded.
+    Reads of tensors that the step has put into the table are not recorded.
 
     name: the name of the table, such as "state".
-    values: the original tensors, by key.
+    values: the original tensors.
     """
 
     def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
@@ -162,7 +162,7 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 class Sizes:
     """The sizes of a job's batches and of its client's data, for hooks in a recorded step.
 
-    It replaces the job's `Plan`, but has no positions of samples.
+    This object replaces the job's `Plan`.
 
     sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
@@ -243,10 +243,9 @@ class RecordedContext(Context):
     ) -> Mapping[str, nn.Module]:
         """Return a second set of all networks, by name, in eval mode and without gradients.
 
-        The networks use `values` itself, not a copy, until the step ends.
-
         name: a name for the set. Later calls in the step with this name ignore `values`.
-        values: [layout.total]; None means the model from which training started.
+        values: [layout.total], used without a copy until the step ends. None means the model from
+        which training started.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

@@ -300,7 +300,6 @@ class Recording:
 
     A replay first copies the inputs into tensors of the recording, at fixed addresses.
 
-    lanes: the lanes that make the step at the same time.
     inputs: the tensors that the step reads.
     """
 
@@ -335,8 +334,7 @@ class Recording:
         """Compute the step of each lane; return the results of all lanes in one list.
 
         The results of a lane are its loss, if it has one, and the tensors that its hooks have
-        changed; `_outputs` describes them. On a GPU, lanes compute in parallel branches of the
-        graph.
+        changed. `_outputs` describes these results.
         """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []

@@ -18,7 +18,6 @@ from raysim.training.transfer import MemoryCopies, to_device
 class StateHandle:
     """A handle to the final client state of a job, which is on the device or in CPU memory.
 
-    job: the number of the job.
     state: the state on the device; None if it was moved to CPU memory.
     stored: the copy in CPU memory; None before it is made.
     """

@@ -280,7 +280,8 @@ def declare_run(spec: RunSpec) -> Declarations:
     """Return the declarations of a run's methods, together with the run's networks.
 
     The result is the same in every process. The networks use the frozen weights in `spec.frozen`
-    without copies. If it is None, frozen weights are converted to the dtype `model.lora.base`.
+    without copies. If `spec.frozen` is None, frozen weights are converted to the dtype
+    `model.lora.base`.
     """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
@@ -319,8 +320,8 @@ def check_base(spec: RunSpec) -> None:
 def declare_as_drawn(spec: RunSpec) -> Declarations:
     """Return the declarations of a run's methods, without a conversion of frozen weights.
 
-    Its neural networks have initial weights of the model or of `init.file`. `declare_run` converts
-    the frozen weights to `model.lora.base`.
+    The networks have initial weights. `declare_run` also converts frozen weights to the dtype
+    `model.lora.base`.
     Raises ValueError if settings do not fit the data, the model or the methods.
     """
     settings, task = spec.settings, spec.task

@@ -53,8 +53,8 @@ class Scorer:
         """Return a report for each task: the scores and losses of its samples.
 
         If a method declares `run.evaluate`, a report has this method's scores instead.
-        states: the client state of each task; None for a state on this worker. An empty sequence
-        means that all states are on this worker.
+        states: the client state of each task. None, or an empty sequence, means states on this
+        worker.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)
@@ -77,9 +77,8 @@ class Scorer:
     ) -> int:
         """Return the index of the version with the smallest loss on a client's training samples.
 
-        The loss is the mean over all samples, in eval mode and without augmentation. The first one
-        of equal versions wins.
-        state: has the personal parameters.
+        The loss is the mean over all samples, in eval mode and without augmentation. The first of
+        equal versions wins.
         """
         self.trainer.set_training(False)
         losses = []

@@ -1,7 +1,7 @@
 """Compute gradients of the same batch at shifted parameters, for the hook `perturb`.
 
-The first pass is the usual forward pass of a step. A method such as SAM then needs the gradient at
-shifted parameters. The second pass uses the same batch and random numbers.
+A method such as SAM needs these gradients after the usual forward pass of a step, which is the
+first pass. The second pass uses the same batch and random numbers.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ class RepeatedOutputs(Outputs):
 class SecondPass:
     """A second pass through a stage, which begins in the same state as the stage's first pass.
 
-    Create the object before the first pass. It stores the client state, the methods' intermediate
-    values and the state of torch's random generator.
+    Create the object before the first pass, because it stores the state.
 
     outputs: will record the outputs of the first pass.
     """

@@ -356,7 +356,6 @@ class Step:
 
         A group has one optimizer type and one factor on the learning rate. With muon, parameters of
         fewer than two dimensions use adamw.
-        entries: the parameters that the stage trains.
         """
         factors = rate_factors(entries, self._rates)
         indices_of: dict[tuple[OptimizerKind, float], list[int]] = {}

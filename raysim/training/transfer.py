@@ -41,8 +41,8 @@ _silence_read_only_warning()
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on the device.
 
-    On a CPU, both share memory. The copy to a CUDA device may still be running. The tensor can be
-    trained with, even if this function is called in inference mode.
+    On a CPU, array and tensor share memory. The copy to a CUDA device may still be running.
+    Training can use the tensor even if this function is called in inference mode.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)

@@ -32,8 +32,8 @@ _NO_COUNTERS = np.empty(0, np.int64)
 class NotFiniteError(FloatingPointError):
     """The error for a client whose loss, update or client state is nan or infinite.
 
-    entry: the full name "method.name" of the tensor. After a method's training function, it is the
-    method's name and a dot. It is "" for parameters, buffers or losses after raysim's training.
+    entry: the full name "method.name" of the tensor. It is "method.", without a name, after a
+    method's own training. It is "" for parameters, buffers or losses after raysim's training.
     """
 
     def __init__(self, text: str, entry: str = ""):
