@@ -818,7 +818,7 @@ class TestHelp:
             assert "Search for good settings with Ray Tune" in text
 
     @pytest.mark.slow
-    def test_help_imports_nothing_heavy(self) -> None:
+    def test_import_of_raysim_cli_loads_no_large_libraries(self) -> None:
         heavy = {"torch", "ray", "hydra", "mlflow", "numpy", "matplotlib", "rich"}
         code = f"import sys, raysim.cli; print(*({heavy} & {{*sys.modules}}))"
         command = [sys.executable, "-c", code]

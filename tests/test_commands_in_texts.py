@@ -352,7 +352,7 @@ raysim() {
 
 
 @pytest.mark.slow
-def test_short_examples_of_documented_commands_succeed_in_zsh(
+def test_short_example_commands_finish_without_errors_in_zsh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,9 @@ from raysim.experiment.groups import find_groups
 PAGE = (Path(__file__).parent.parent / "docs" / "selection.md").read_text()
 
 
-def test_program_of_selection_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_program_on_the_selection_page_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}

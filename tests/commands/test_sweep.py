@@ -160,7 +160,7 @@ class TestPlan:
         assert list(methods) == ["fedprox", "feddecorr"]
         assert methods["fedprox"]["mu"] == 0.2
 
-    def test_samples_of_a_sweep_have_every_searched_value(self) -> None:
+    def test_points_that_a_sweep_checks_first_include_every_searched_value(self) -> None:
         sweep_plan = plan(["method=fedavg,fedprox", "method.fedprox.mu=0.1,0.2"])
         tried = {point.get("method.fedprox.mu") for point in sweep_plan.samples()}
         assert tried == {None, 0.1, 0.2}
@@ -219,7 +219,7 @@ class TestPlan:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_shipped_sweep_option_fedbr_can_try_zero_as_the_value_of_tau2(self) -> None:
+    def test_sweep_option_fedbr_includes_zero_as_a_value_of_tau2(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 

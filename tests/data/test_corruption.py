@@ -46,7 +46,7 @@ def test_clients_take_rotation_angles_in_turn() -> None:
     assert client_rotation_angles(num_clients=5, angles=[0, 15, 30]).tolist() == [0, 15, 30, 0, 15]
 
 
-def test_rotation_angle_is_never_drawn_if_its_probability_is_zero() -> None:
+def test_rotation_angle_with_probability_zero_is_never_drawn() -> None:
     drawn = image_rotation_angles(
         probabilities=[0.0, 0.3, 0.7, 0.0], uniforms=[0.0, 0.3, 1.0], angles=[1, 2, 3, 4]
     )
@@ -55,7 +55,7 @@ def test_rotation_angle_is_never_drawn_if_its_probability_is_zero() -> None:
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
 @pytest.mark.parametrize("size", [6, 7])
-def test_four_quarter_turns_are_the_identity(interpolation: str, size: int) -> None:
+def test_rotation_by_four_quarter_turns_restores_the_images(interpolation: str, size: int) -> None:
     images = RNG.integers(0, 256, (4, 1, size, size), dtype=np.uint8)
     turned = images
     for _ in range(4):

@@ -62,7 +62,7 @@ IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         ("covid_fl", 384, ["resized_crop", "flip", "rotate"], [0.8, 1.2]),
     ],
 )
-def test_feature_shift_options_have_the_preprocessing_of_their_papers(
+def test_options_for_data_with_domains_have_the_preprocessing_of_their_papers(
     option: str, size: int, augment: list[str], area: list[float]
 ) -> None:
     source = built(f"data/{option}")

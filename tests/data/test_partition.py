@@ -158,7 +158,7 @@ def test_dirichlet_with_large_alpha_gives_clients_the_global_class_shares() -> N
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_most_clients_get_mainly_one_class_if_alpha_is_small_and_scaled_by_class_size() -> None:
+def test_small_alpha_scaled_by_class_size_gives_most_clients_mainly_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,

@@ -172,7 +172,7 @@ def test_settings_that_need_a_single_input_are_refused(words: str, model: Any, t
         raysim.build(words, **FAST, model=model, data=(INPUTS, LABELS))
 
 
-def test_wrong_labels_leave_several_inputs_unchanged() -> None:
+def test_label_noise_does_not_change_the_shapes_of_several_inputs() -> None:
     experiment = raysim.build(
         "data.label_noise=0.5", **FAST, model=TwoInputs, data=(INPUTS, LABELS)
     )

@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # ---- the cached file -----------------------------------------------------------------------------
-def test_arrays_of_a_data_set_cannot_be_changed_and_are_pickled_as_a_path() -> None:
+def test_data_set_has_read_only_arrays_and_is_pickled_without_them() -> None:
     built = Synthetic(samples=20_000).build()
     assert not built.inputs.flags.writeable and not built.labels.flags.writeable
     assert (

@@ -601,7 +601,7 @@ def test_stored_data_set_is_equal_in_every_file_format(form: str, tmp_path: Path
     assert np.array_equal(itself.inputs, around.inputs)
 
 
-def test_stored_source_reads_the_named_columns_of_parquet(tmp_path: Path) -> None:
+def test_settings_choose_the_parquet_columns_of_labels_and_domains(tmp_path: Path) -> None:
     write_parquet(
         tmp_path / "train.parquet",
         [picture() for _ in range(4)],

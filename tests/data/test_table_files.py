@@ -86,7 +86,9 @@ def test_table_source_infers_the_columns_of_inputs_and_labels_and_users(
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_reads_columns_named_in_settings(write: Writer, tmp_path: Path) -> None:
+def test_settings_choose_the_table_columns_of_inputs_and_labels_and_users(
+    write: Writer, tmp_path: Path
+) -> None:
     source = replace(
         write(tmp_path, COLUMNS), columns=["score"], label="age", user="label", kind="regression"
     )
@@ -236,7 +238,7 @@ def test_each_user_of_a_table_becomes_a_client(write: Writer, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("write", [write_csv, write_json_lines])
-def test_the_test_file_of_a_table_becomes_its_test_samples(write: Writer, tmp_path: Path) -> None:
+def test_table_source_reads_test_samples_from_its_test_file(write: Writer, tmp_path: Path) -> None:
     write(tmp_path, {name: values[:4] for name, values in COLUMNS.items()}, "test")
     source = write(tmp_path, COLUMNS)
     assert (source.build().train_rows, len(source.build())) == (ROWS, ROWS + 4)

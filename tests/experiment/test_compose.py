@@ -117,7 +117,7 @@ def test_composed_methods_are_in_the_order_of_the_override() -> None:
         ("data.augment=crop+flip", "data.augment=[crop,flip]"),
     ],
 )
-def test_override_with_a_list_is_equal_with_and_without_brackets(word: str, quoted: str) -> None:
+def test_list_in_an_override_has_the_same_value_without_brackets(word: str, quoted: str) -> None:
     assert node(word) == node(quoted)
 
 
@@ -606,7 +606,7 @@ DAMAGED_VALUES = ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "
         for value in DAMAGED_VALUES[index % 3 :: 3]  # a third; the fuzzer tries the others
     ],
 )
-def test_edited_stored_configuration_is_built_or_refused_with_an_error(
+def test_stored_configuration_with_a_changed_value_is_built_or_refused(
     key: str, value: str | None, tmp_path: Path
 ) -> None:
     content = to_dict(compose(QUICK))

@@ -161,7 +161,7 @@ def test_object_of_every_option_file_can_be_built(group: str, base: type) -> Non
         "model/transformer",
     ],
 )
-def test_plain_hydra_composes_a_shipped_option_from_its_configuration_file(option: str) -> None:
+def test_hydra_without_raysim_composes_an_option_from_its_configuration_file(option: str) -> None:
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         composed = OmegaConf.to_container(hydra.compose(option))
     assert composed == {option.partition("/")[0]: values(conf_folder() / f"{option}.yaml")}

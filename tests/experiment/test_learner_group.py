@@ -150,7 +150,7 @@ def test_study_compares_learners(capsys: pytest.CaptureFixture[str]) -> None:
         ("learner=sklearn_linear method=fedprox", "fedprox.*sklearn_linear"),
     ],
 )
-def test_learner_error_mentions_the_key(words: str, key: str) -> None:
+def test_error_of_a_wrong_learner_setting_mentions_its_key(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}")
 

@@ -123,7 +123,7 @@ def test_error_of_interval_override_suggests_command_sweep_and_not_command_study
 
 
 @pytest.mark.parametrize("text", ["method=glob(*)", "seed=shuffle(1,2)"])
-def test_error_of_values_in_any_order_names_no_command_that_refuses_them(text: str) -> None:
+def test_error_of_glob_or_shuffle_in_an_override_suggests_only_a_single_value(text: str) -> None:
     with pytest.raises(RefusedError, match="gives several values") as refused:
         single_override(text)
     key = text.partition("=")[0]

@@ -134,7 +134,7 @@ def test_torchmetrics_can_be_chosen_by_name() -> None:
     assert result.experiment.spec.settings.evaluate.lower == ["calibration_error"]
 
 
-def test_torchmetrics_score_regression_values() -> None:
+def test_metrics_of_torchmetrics_can_score_regression() -> None:
     pytest.importorskip("torchmetrics")
     settings = {**SMALL, "data": "diabetes", "partition": {"name": "iid", "clients": 4}}
     settings |= {"partition": "iid", "partition.clients": 4}

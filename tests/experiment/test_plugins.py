@@ -150,7 +150,7 @@ def test_error_of_unknown_option_suggests_package_in_the_working_folder(
     )
 
 
-def test_allowed_package_is_refused_if_it_is_missing_or_not_in_a_list(
+def test_argument_allow_is_refused_if_it_is_no_list_or_a_package_is_missing(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2

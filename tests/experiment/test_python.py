@@ -138,7 +138,7 @@ def test_partition_passed_as_lists_is_stored_and_used_on_resume() -> None:
     assert json.loads(stored.read_text()) == {"7": [0, 1, 9], "8": [2, 3, 4, 5]}
 
 
-def test_partition_passed_as_a_dictionary_has_client_names_as_keys() -> None:
+def test_keys_of_a_partition_passed_as_a_dictionary_are_client_names() -> None:
     result = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
     assert (
         result.summary["model_sha256"]
@@ -346,7 +346,7 @@ def test_repr_of_an_experiment_has_one_line() -> None:
 
 
 # --- data -----------------------------------------------------------------------------------------
-def test_arrays_tensors_and_data_sets_give_equal_runs() -> None:
+def test_data_digest_is_equal_for_arrays_and_tensors_and_data_sets() -> None:
     tensors = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
     halves = (
         torch.utils.data.TensorDataset(*tensors),

@@ -76,7 +76,9 @@ def test_load_and_report_read_results_directly_from_a_url(url: str, tmp_path: Pa
     assert f"{without_password(url)}/config.yaml" in table.write(page)[0].read_text()
 
 
-def test_stored_configuration_at_a_url_repeats_a_run(url: str, tmp_path: Path) -> None:
+def test_run_from_a_configuration_file_at_a_url_has_the_same_model(
+    url: str, tmp_path: Path
+) -> None:
     first = run(out=url, rounds=2)
     again = tmp_path / "again"
     words = ["run", "--quiet", "--config", f"{url}/config.yaml", f"out={again}"]

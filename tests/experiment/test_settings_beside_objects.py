@@ -78,7 +78,7 @@ class TestArrays:
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_arrays_have_only_the_classes_that_are_chosen(self) -> None:
+    def test_setting_data_only_selects_classes_of_arrays(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40
@@ -124,7 +124,7 @@ class TestArrays:
 
 
 class TestPartitionAsListsOfRows:
-    def test_test_and_validation_fractions_are_applied(self) -> None:
+    def test_fractions_of_test_and_validation_samples_are_applied(self) -> None:
         assert not len(
             built("partition.test_fraction=0", partition=LISTS).spec.data.partition.test.indices
         )

@@ -134,7 +134,7 @@ def test_output_folders_of_planned_runs_change_with_the_study_folder() -> None:
     assert not plan(["method=fedavg,fedprox", "out=s"]).is_dated
 
 
-def test_sweep_folder_has_a_date_unless_out_is_set() -> None:
+def test_sweep_folder_has_a_date_if_the_key_out_is_not_set() -> None:
     words = ["method=fedprox", "method.fedprox.mu=0.1,1", "sweep.search=grid"]
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 

@@ -247,7 +247,7 @@ def test_app_that_cannot_be_imported_is_refused(run, runtime):
         ("no_loss", r"client 1 lacks metrics\['loss'\]"),
     ],
 )
-def test_error_of_strategy_mentions_the_client_whose_reply_differs(run, kind, difference):
+def test_error_mentions_the_client_whose_reply_lacks_an_array_or_a_metric(run, kind, difference):
     start = ArrayRecord([np.zeros((2, 3), np.float32)])
     arrays = ArrayRecord({"weight": start["0"]})
     strategy = newer.FedAvg(fraction_evaluate=0.0, weighted_by_key="loss")

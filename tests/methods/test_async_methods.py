@@ -217,7 +217,7 @@ def test_fadas_defaults_are_those_of_the_released_code() -> None:
     torch.testing.assert_close(ended["params"], 0.3 * 0.1 * delta / (0.1 * delta.abs() + 1e-8))
 
 
-def test_fadas_lowers_its_learning_rate_not_its_moments_if_updates_are_too_stale() -> None:
+def test_fadas_lowers_only_its_learning_rate_if_updates_are_too_stale() -> None:
     seen = {}
     for threshold in (0, 5, None):
         at, bases = server(FADAS(0.5, threshold)), dict[int, Tensor]()

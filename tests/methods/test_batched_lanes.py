@@ -296,7 +296,7 @@ class TestQualification:
         with pytest.raises(RefusedError, match=r"device=cuda.*runtime\.graph=true"):
             check_step_mode(spec, declare_run(spec))
 
-    def test_error_of_lanes_advises_no_recording_of_own_training(self) -> None:
+    def test_error_of_lanes_does_not_suggest_recording_of_an_own_training_loop(self) -> None:
         spec = study(OwnTraining(), lanes=2, device="cuda")
         with pytest.raises(RefusedError, match=r"^runtime\.lanes=2: method 'own'") as refused:
             check_step_mode(spec, declare_run(spec))

@@ -44,7 +44,7 @@ def test_method_centralized_joins_client_data_and_has_no_hooks_or_arguments() ->
 @pytest.mark.parametrize(
     "method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")]
 )
-def test_centralized_refuses_methods_with_a_model_per_client(method: Any) -> None:
+def test_centralized_training_refuses_methods_with_a_model_per_client(method: Any) -> None:
     with pytest.raises(
         ValueError,
         match=f"'{method.name}' cannot be combined with method 'centralized'",
@@ -52,11 +52,11 @@ def test_centralized_refuses_methods_with_a_model_per_client(method: Any) -> Non
         check_composition([Centralized(), method])
 
 
-def test_centralized_can_be_combined_with_fedprox_and_mixup() -> None:
+def test_centralized_training_can_be_combined_with_fedprox_and_mixup() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
 
 
-def test_centralized_refuses_fedsr_only_if_each_client_has_its_own_gaussians() -> None:
+def test_centralized_training_refuses_fedsr_only_if_each_client_has_its_own_gaussians() -> None:
     with pytest.raises(ValueError, match="each client has its own class Gaussians"):
         check_composition([Centralized(), FedSR()])
     for method in (FedSR(share_reference=True), FedSR(probabilistic=False), FedSR(alpha_cmi=0.0)):
@@ -64,7 +64,7 @@ def test_centralized_refuses_fedsr_only_if_each_client_has_its_own_gaussians() -
         assert not run(spec, Synchronous(1), rounds=1).failures
 
 
-def test_centralized_equals_local_training_of_one_client() -> None:
+def test_centralized_training_equals_local_training_of_one_client() -> None:
     data = pool_clients(population(1))
     result = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
     local = run(run_spec(LocalTraining(), data=data), Synchronous(1), rounds=4)
@@ -74,7 +74,7 @@ def test_centralized_equals_local_training_of_one_client() -> None:
     assert [row["accuracy"] for row in result.rows] == [row["accuracy"] for row in local.rows]
 
 
-def test_centralized_step_equals_a_round_of_fedsgd() -> None:
+def test_step_of_centralized_training_equals_a_round_of_fedsgd() -> None:
     data = federate(SOURCE, Dirichlet(clients=4, alpha=1.0, minimum=5), SEED)
     assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
     local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
@@ -89,7 +89,7 @@ def test_centralized_step_equals_a_round_of_fedsgd() -> None:
     assert moved > 1e-3 and torch.allclose(mine, its, rtol=1e-4, atol=1e-6)
 
 
-def test_centralized_does_not_depend_on_the_split() -> None:
+def test_centralized_training_does_not_depend_on_the_split_into_clients() -> None:
     data = population()
     train, order = data.partition.train, [2, 0, 3, 1]
     rows = [train.rows(client) for client in order]

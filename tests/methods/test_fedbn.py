@@ -246,7 +246,7 @@ def test_fedbn_does_not_recompute_statistics_of_a_trained_client() -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_fedbn_estimated_statistics_do_not_change_training() -> None:
+def test_setting_reestimate_of_fedbn_changes_scores_but_not_training() -> None:
     with_pass = run(study(FedBN(reestimate=True)), Synchronous(1), rounds=3)
     without = run(study(FedBN()), Synchronous(1), rounds=3)
     assert with_pass.bits == without.bits

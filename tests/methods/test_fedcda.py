@@ -111,7 +111,7 @@ def test_fedcda_search_in_the_first_batch_of_clients_ignores_later_batches() -> 
     )
 
 
-def test_fedcda_search_puts_one_client_in_each_batch_if_batches_exceed_clients() -> None:
+def test_fedcda_search_has_one_client_per_batch_if_there_are_more_batches_than_clients() -> None:
     arguments = case(2)
     alone, many = (greedy_selection(**arguments, num_batches=count).tolist() for count in (4, 9))
     assert alone == many
@@ -339,7 +339,7 @@ def test_fedcda_accepts_as_many_combinations_as_the_limit_but_not_more() -> None
         )
 
 
-def test_fedcda_error_of_too_large_cache_suggests_a_setting_that_fits() -> None:
+def test_error_about_a_too_large_fedcda_cache_suggests_a_setting_that_fits() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)

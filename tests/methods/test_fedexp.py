@@ -42,7 +42,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3])
-def test_fedexp_step_size_for_zero_updates_is_one(epsilon: float) -> None:
+def test_fedexp_step_size_is_one_if_all_updates_are_zero(epsilon: float) -> None:
     assert fedexp.extrapolation(0.0, 0.0, epsilon) == 1.0
 
 

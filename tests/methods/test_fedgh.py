@@ -43,7 +43,7 @@ def harmonized(gradients: Tensor = GRADIENTS, **others: Any) -> Tensor:
 # --- projections ------------------------------------------------------------------------------
 
 
-def test_fedgh_makes_opposite_updates_cancel() -> None:
+def test_fedgh_result_is_zero_for_two_opposite_updates() -> None:
     for length in (7, 50_000):
         row = random(length).float()
         got = harmonized(torch.stack([row, -3 * row]))
@@ -54,7 +54,7 @@ def test_fedgh_makes_opposite_updates_cancel() -> None:
         assert mean.abs().max() < 1e-5
 
 
-def test_fedgh_zero_update_has_no_conflict() -> None:
+def test_fedgh_finds_no_conflict_with_an_update_of_zeros() -> None:
     rows = torch.cat([GRADIENTS, torch.zeros(1, 4)])
     close(harmonized(rows)[:-1], harmonized())
     assert not harmonized(rows)[-1].any()

@@ -20,7 +20,7 @@ def shared(steps: int, *methods: Method) -> np.ndarray:
     return vector
 
 
-def test_fedntd_single_step_equals_fedavg() -> None:
+def test_fedntd_equals_fedavg_if_a_job_has_only_one_step() -> None:
     np.testing.assert_allclose(shared(1, FedNTD(50.0)), shared(1), rtol=0, atol=1e-5)
     assert np.abs(shared(2, FedNTD(50.0)) - shared(2)).max() > 1e-3
 

@@ -192,7 +192,7 @@ def test_fedpac_client_uses_only_its_own_head_if_its_feature_variance_is_zero(
         assert a.tolist() == F.one_hot(torch.tensor(client), 4).tolist()
 
 
-def test_fedpac_small_weights_become_zero() -> None:
+def test_fedpac_sets_combination_weights_below_min_weight_to_zero() -> None:
     variances = torch.tensor([0.1, 0.1, 0.1, 10.0, 400.0]).double()
     given: dict[str, Any] = {
         "variances": variances,
@@ -207,7 +207,7 @@ def test_fedpac_small_weights_become_zero() -> None:
     )  # else nothing would be left
 
 
-def test_fedpac_mixture_weight_becomes_zero_if_it_equals_min_weight(
+def test_fedpac_sets_a_combination_weight_equal_to_min_weight_to_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exact = torch.tensor([0.75, 0.25]).double()

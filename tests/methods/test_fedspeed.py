@@ -40,7 +40,7 @@ class Single(Method):
         run.read_updates()
 
 
-def test_fedspeed_without_second_pass_sends_double_the_fedprox_update() -> None:
+def test_fedspeed_with_alpha_0_sends_double_the_update_of_fedprox() -> None:
     lam = 0.5
     fedprox = first_round(FedProx(1 / lam), Single())
     fedspeed = first_round(FedSpeed(lam, alpha=0.0), Single())

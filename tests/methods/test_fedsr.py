@@ -149,7 +149,7 @@ def test_fedsr_sends_its_reference_distributions_only_if_share_reference_is_true
     assert shared.tensors[f"{REFERENCE}.mean"].any()
 
 
-def test_fedl2r_variant_adds_no_network_and_combines_with_dann_and_fedbr() -> None:
+def test_fedsr_without_probabilistic_adds_no_network_and_accepts_dann_and_fedbr() -> None:
     study = run_spec(FedSR(probabilistic=False))
     networks, layout = build_networks(study)
     assert (

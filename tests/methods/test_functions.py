@@ -126,11 +126,13 @@ class TestFedBSS:
         assert split["order"].tolist() == [3, 1, 0, 2, 4]
         assert split["num_unbiased"] == 1
 
-    def test_fedbss_uncertainty_is_one_if_uniform_and_zero_if_certain(self) -> None:
+    def test_fedbss_uncertainty_is_1_for_uniform_probabilities_and_0_for_a_certain_class(
+        self,
+    ) -> None:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
-    def test_fedbss_inclusion_fraction_is_refused_if_epoch_is_0_or_formula_is_unknown(self) -> None:
+    def test_fedbss_inclusion_fraction_refuses_epoch_0_and_unknown_formulas(self) -> None:
         with pytest.raises(ValueError, match="cosin"):
             fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
         with pytest.raises(ValueError, match="epoch"):

@@ -78,7 +78,7 @@ def test_inco_mixes_each_1x2_kernel_separately_only_if_granularity_is_kernel(
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_returns_half_of_the_target_for_a_zero_source_and_twice_for_an_equal_source(
+def test_inco_halves_the_target_if_the_source_is_zero_and_doubles_it_if_both_are_equal(
     granularity: str,
 ) -> None:
     # The result is a sum of two directions, times the mean of both norms. For a source of zero, the

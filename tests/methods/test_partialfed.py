@@ -196,7 +196,7 @@ def test_partialfed_job_takes_loaded_layers_from_the_server_and_keeps_the_others
     assert ctx.report["partialfed.loaded"] == pytest.approx(len(loaded) / 3)
 
 
-def test_partialfed_first_job_loads_all_layers() -> None:
+def test_partialfed_loads_all_layers_in_the_first_job_of_a_client() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), watch)
     received = other(client.initial)
@@ -243,7 +243,7 @@ def test_partialfed_update_is_the_trained_model_minus_the_shared_model() -> None
         assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
 
 
-def test_frozen_copy_and_fedbss_losses_come_from_the_start_model_of_partialfed() -> None:
+def test_frozen_copy_and_fedbss_losses_use_the_model_that_partialfed_starts_from() -> None:
     seen: list[Tensor] = []
 
     class Look(Method):
@@ -393,7 +393,7 @@ def test_partialfed_can_draw_at_random_which_shared_layers_it_uses() -> None:
     assert ended > {1.0}, "with logits of 0 noise decides"
 
 
-def test_partialfed_policy_gradient_includes_batchnorm_statistics() -> None:
+def test_gradient_of_the_partialfed_policy_includes_batchnorm_statistics() -> None:
     client = Client(PartialFed("adaptive"))
     ctx = client.train()
     ctx.base = other(client.initial)

@@ -139,7 +139,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("local", RECORDED.values(), ids=RECORDED)
     @pytest.mark.parametrize("lanes", [1, 3])
-    def test_one_recording_serves_all_learning_rates_and_step_counts(
+    def test_one_recording_is_used_for_all_learning_rates_and_numbers_of_steps(
         self, local: Local, lanes: int
     ) -> None:
         ended = assert_as_in_loop(study(local=local, lanes=lanes), rounds=4)
@@ -155,7 +155,7 @@ class TestNumbers:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
-    def test_recorded_convolutions_equal_unrecorded_training(self) -> None:
+    def test_recorded_steps_with_convolutions_equal_unrecorded_steps(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
     def test_fedsam_in_a_step_with_several_stages_can_be_recorded(self) -> None:
@@ -387,7 +387,7 @@ class TestRefusals:
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_invalid_hook_raises_an_error_that_contains_its_method_instead_of_a_lanes_error(
+    def test_invalid_hook_raises_an_error_about_its_method_and_no_lanes_error(
         self, method: Method
     ) -> None:
         """A `LanesError` would advise to turn recording off, which does not help here."""

@@ -105,7 +105,7 @@ def test_counter_counts_operations_that_wait_for_the_device() -> None:
 
 # `test_recorded_lanes.py` watches the recorded steps of every method on a linear network.
 @pytest.mark.parametrize("name", ["dann", "fedbr", "fraug"])
-def test_recorded_convolutions_never_wait_for_the_device(
+def test_recorded_steps_with_convolutions_never_wait_for_the_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = gpu.check_spec(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED_MODES[-1])

@@ -284,7 +284,7 @@ def test_only_adapters_and_head_are_trained() -> None:
     assert torch.equal(plain.extractor(x), model.extractor(x))  # adapters start as nothing
 
 
-def test_error_of_a_partial_network_that_cannot_be_called_names_it() -> None:
+def test_error_about_a_functools_partial_with_a_missing_argument_names_its_class() -> None:
     recipe = CustomModel(functools.partial(nn.Linear, 3))
     with pytest.raises(ValueError, match=r"Linear.* cannot be called .*'out_features'"):
         recipe.build((3,), 2, 0)

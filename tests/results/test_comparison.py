@@ -285,7 +285,7 @@ def test_figure_fits_a_column_of_a_paper(study: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_figure_of_few_lines_has_labels_at_their_ends(study: Path) -> None:
+def test_figure_with_few_lines_has_line_labels_in_place_of_a_legend(study: Path) -> None:
     report = raysim.report(study)
     figure = report.figures["accuracy-round"]
     labels = figure.axes[0].texts
@@ -340,7 +340,7 @@ def test_ticks_of_the_round_axis_are_multiples_of_ten() -> None:
         ([], []),
     ],
 )
-def test_labels_of_close_lines_are_spread_around_their_mean(
+def test_overlapping_line_labels_move_apart_around_their_mean_position(
     places: list[float], moved: list[float]
 ) -> None:
     assert print_figures.spread(places, 0.1) == pytest.approx(moved)

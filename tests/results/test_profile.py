@@ -62,7 +62,7 @@ def test_profile_counts_time_between_calls_as_waiting() -> None:
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("recorded", [False, True])
-def test_times_of_a_profile_sum_to_wall_time_and_bits_are_unchanged(
+def test_profile_covers_the_whole_wall_time_and_changes_no_bit(
     recorded: bool, tmp_path: Path
 ) -> None:
     asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)

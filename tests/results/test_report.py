@@ -397,7 +397,7 @@ def test_deviation_has_the_unit_and_the_number_of_decimals_of_its_mean(
 @pytest.mark.parametrize(
     ("size", "text"), [(999.4, "999 B"), (999_700.0, "1000 kB"), (1_000_000.0, "1 MB")]
 )
-def test_number_just_below_the_next_unit_has_no_exponent(size: float, text: str) -> None:
+def test_size_just_below_one_megabyte_is_written_without_exponent(size: float, text: str) -> None:
     assert format_bytes(size) == text
 
 

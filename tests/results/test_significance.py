@@ -39,7 +39,7 @@ def test_six_pairs_of_one_sign_give_the_smallest_p_value_of_wilcoxon() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
+def test_significance_is_not_tested_for_fewer_than_three_pairs(count: int) -> None:
     found = compare_pairs([0.5, 0.7][:count], [0.4, 0.4][:count])
     assert found.note == "n too small: a test needs 3 seeds"
     assert (found.p, found.low, found.high, found.wilcoxon) == (None, None, None, None)

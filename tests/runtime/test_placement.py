@@ -168,7 +168,7 @@ def test_error_after_a_lost_node_suggests_a_number_of_workers_that_fits(
 @pytest.mark.parametrize(
     ("free", "reason"), [(1.0, "other runs leave only 1 CPU"), (4.0, "has 4 CPU free, but Ray")]
 )
-def test_waiting_run_blames_other_runs_only_if_too_little_is_free(
+def test_waiting_message_mentions_other_runs_only_if_too_few_cpus_are_free(
     free: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime.ray import cluster

@@ -226,7 +226,7 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=60, deadline=None)
-def test_one_query_for_many_clients_equals_a_query_for_each_client(
+def test_availability_of_many_clients_equals_that_of_each_client_alone(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
@@ -323,7 +323,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_one_query_for_many_markov_clients_equals_a_query_for_each_client() -> None:
+def test_markov_availability_of_many_clients_equals_that_of_each_client_alone() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
     In each step of the Markov chain, the clients of one range of numbers become available, and

@@ -284,7 +284,7 @@ def test_many_small_files_of_the_client_state_log_are_merged(
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_resuming_from_a_checkpoint_removes_later_ones(
+def test_run_that_resumes_from_an_earlier_checkpoint_removes_later_checkpoints(
     tmp_path: Path,
 ) -> None:
     run = Checkpoints(tmp_path, keep=3)
@@ -833,7 +833,7 @@ def test_manifest_of_a_checkpoint_is_written_last(
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
 
-def test_checkpoint_syncs_its_files_and_then_its_folder_before_the_manifest(
+def test_checkpoint_flushes_files_then_folder_to_disk_before_it_writes_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, synced = tmp_path / "round-000001/manifest.json", list[int]()

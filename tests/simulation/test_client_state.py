@@ -124,7 +124,7 @@ def test_state_of_a_client_that_misses_rounds_on_ray_is_unchanged(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_scaffold_server_control_is_the_mean_of_all_client_controls(
+def test_server_control_variate_of_scaffold_is_the_mean_over_all_clients(
     schedule: str, tmp_path: Path
 ) -> None:
     for index, snapshot in enumerate(every_round(tmp_path, Scaffold(), schedule=schedule)):
@@ -139,7 +139,7 @@ def test_scaffold_server_control_is_the_mean_of_all_client_controls(
 # --- FedBN ----------------------------------------------------------------------------------------
 
 
-def test_personal_batchnorm_continues_from_client_state() -> None:
+def test_personal_batchnorm_statistics_continue_from_the_client_state() -> None:
     # With one client a round, FedBN's statistics must count every batch that the client ever saw.
     result = run(study(FedBN()), Synchronous(1), rounds=12)
     turns, counts = result.participations, result.coordinator.counts

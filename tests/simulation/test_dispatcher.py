@@ -105,7 +105,7 @@ def test_several_small_jobs_are_sent_in_one_call(seconds: float, jobs: int) -> N
     assert sum(sizes) / len(sizes) > jobs / 2, sizes
 
 
-def test_worker_has_two_or_three_calls_in_flight() -> None:
+def test_maximum_number_of_calls_in_flight_to_a_worker_is_two_or_three() -> None:
     result = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
     assert 2 <= result.most <= 3
 

@@ -251,7 +251,7 @@ def test_error_of_a_diverged_client_mentions_the_learning_rate() -> None:
     assert "local.clip" in failure.error and "method 'diverging'" in failure.error
 
 
-def test_infinite_loss_in_first_step_is_not_blamed_on_local_lr() -> None:
+def test_error_about_an_infinite_loss_in_the_first_step_omits_local_lr() -> None:
     spec = run_spec(Infinite(), FedBN(), model=NORMED)
     failure = run(spec, ALL, rounds=1, tolerate=1.0).failures[0]
     assert "the loss is not finite from step 1 of" in failure.error
@@ -361,7 +361,9 @@ def test_tolerated_failures_do_not_stop_a_run() -> None:
 
 
 @pytest.mark.parametrize(("failed", "jobs"), [(1, 3), (2, 7), (29, 100), (58, 100)])
-def test_share_in_the_error_of_failed_jobs_is_enough(failed: int, jobs: int) -> None:
+def test_value_that_the_error_suggests_for_faults_tolerate_is_large_enough(
+    failed: int, jobs: int
+) -> None:
     saver: Any = SimpleNamespace(has_folder=False)
     failures = [Failure(number, number, 0, "worker-0", "", "an error") for number in range(failed)]
     with pytest.raises(TooManyFailuresError) as stopped:

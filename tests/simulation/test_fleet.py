@@ -166,7 +166,7 @@ def test_fleet_without_device_classes_gives_all_clients_the_same_label() -> None
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_job_durations_are_within_the_bounds_of_the_delay_kind_of_the_client() -> None:
+def test_job_durations_are_within_the_bounds_of_the_kind_of_their_client() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -199,7 +199,7 @@ def test_dropout_setting_is_the_share_of_jobs_lost_at_random_times() -> None:
     assert {trip.finish for trip in trips if trip.arrives} == {15.0}
 
 
-def test_drop_out_of_a_job_depends_on_client_and_participation_number() -> None:
+def test_client_and_participation_number_decide_if_a_job_is_lost() -> None:
     """Drop-outs are random draws from (seed, client, number of the client's job), in this order.
 
     If client and job changed places, other jobs would be lost, and stored results would differ.

@@ -170,7 +170,9 @@ def test_error_suggests_the_largest_value_if_a_schedule_needs_too_many_clients(
 
 
 @pytest.mark.parametrize("schedule", [Tiered(4, 1), Oversample(1, 3.1)])
-def test_error_suggests_no_value_if_even_one_client_is_too_many(schedule: Schedule) -> None:
+def test_error_suggests_no_cohort_if_even_cohort_1_needs_too_many_clients(
+    schedule: Schedule,
+) -> None:
     with pytest.raises(ValueError, match=r"schedule\.cohort=1 needs 4 clients") as refused:
         untrained_run([2, 2, 0, 2], schedule)
     assert "Set schedule.cohort" not in str(refused.value)
@@ -217,7 +219,7 @@ def test_schedule_decides_after_all_jobs_that_end_at_the_same_time() -> None:
     assert all(len(cohort) == 2 for cohort in ledger.cohorts)
 
 
-def test_staleness_includes_aggregations_while_an_update_waits() -> None:
+def test_staleness_includes_aggregations_that_happen_while_an_update_waits() -> None:
     # Four arrive in one instant and fill two buffers: the second one adds to a newer version than
     # the first.
     coordinator, ledger, _ = untrained_run(

@@ -142,7 +142,7 @@ def test_only_aggregated_jobs_are_trained_and_stored(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_scaffold_server_control_is_the_mean_of_client_controls(schedule: str) -> None:
+def test_server_control_variate_of_scaffold_is_the_mean_over_clients(schedule: str) -> None:
     result = under("stateful", schedule)
     controls = [value for key, value in result.private.items() if key.endswith("scaffold.control")]
     mean = np.sum(controls, axis=0, dtype=np.float64) / 8

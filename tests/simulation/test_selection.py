@@ -255,7 +255,7 @@ def test_selection_measures_losses_of_the_current_version() -> None:
     np.testing.assert_allclose(untrained, np.log(5), atol=0.5)  # of five classes
 
 
-def test_measuring_losses_costs_time_and_traffic() -> None:
+def test_clients_need_time_and_traffic_to_measure_their_losses() -> None:
     """Three candidates need 1, 2 and 4 s to measure their losses, so the job begins after 4 s.
 
     Each candidate receives the model once.
@@ -310,7 +310,7 @@ def test_fedcs_chooses_clients_until_no_further_client_meets_the_deadline() -> N
     assert chosen == [client for client in range(12) if (5 + 3 * client) / 1000 <= 0.02]
 
 
-def test_fedcs_chooses_the_fastest_if_none_meets_the_deadline() -> None:
+def test_fedcs_chooses_the_fastest_client_if_no_client_meets_the_deadline() -> None:
     plan = planner(FedCS(1e-6), Synchronous(4), Ideal(speed=1000.0))
     assert [job.client for job in step(plan).dispatched] == [0]
 
@@ -383,7 +383,7 @@ class ScriptedMeasuring(Scripted):
 @pytest.mark.parametrize(
     ("clients", "text"), [([], "no clients"), ([CLIENTS], "0 to 11"), ([0, 0], "more than once")]
 )
-def test_selection_rule_that_measures_wrong_clients_raises_selection_error(
+def test_selection_rule_that_measures_losses_of_wrong_clients_raises_selection_error(
     clients: list[int], text: str
 ) -> None:
     plan = planner(ScriptedMeasuring(lambda view: view.measure(clients)), Synchronous(3), Ideal())

@@ -253,7 +253,7 @@ def test_methods_see_a_population_without_the_unseen_clients(method: Any) -> Non
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_run_is_refused_if_unseen_clients_leave_too_few_sample_means_for_a_batch(
+def test_batch_of_sample_means_is_refused_if_too_many_clients_are_unseen(
     words: list[str], key: str
 ) -> None:
     words = [*COMMON, *words]

@@ -70,7 +70,7 @@ class TestBits:
         assert len(words) == math.ceil(count * width / 32)
         assert (unpack(words, width, count) == digits).all()
 
-    def test_digits_are_packed_lowest_bit_first(self) -> None:
+    def test_first_packed_integer_takes_the_lowest_bits(self) -> None:
         assert pack(np.array([1, 2, 3, 4], np.uint32), 3).tolist() == [1 + 2 * 8 + 3 * 64 + 4 * 512]
 
     @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 999), (7, 8), (50, 50), (40, 4001)])

@@ -179,7 +179,7 @@ def test_cohorts_and_staleness_equal_a_computation_by_hand(schedule: Any, fleet:
         )
 
 
-def test_planner_draws_the_expected_clients_if_most_clients_are_busy() -> None:
+def test_planner_draws_the_clients_of_the_textbook_if_most_clients_are_busy() -> None:
     counts = [5 + client % 7 for client in range(40)]
     coordinator, ledger, _ = untrained_run(counts, Buffered(39, 1), Ideal(speed=10.0), rounds=80)
     [*coordinator.run()]

@@ -62,7 +62,9 @@ def test_privacy_loss_epsilon_grows_with_every_round() -> None:
 @pytest.mark.parametrize(
     ("clients", "cohort", "rounds"), [(60000, 256, 14062), (100, 10, 50), (10, 10, 3)]
 )
-def test_epsilons_equal_the_papers_formulas(clients: int, cohort: int, rounds: int) -> None:
+def test_dp_fedavg_epsilon_equals_the_formulas_of_the_papers(
+    clients: int, cohort: int, rounds: int
+) -> None:
     by_hand = epsilon_poisson(2.2, cohort / clients, rounds, 1e-5)
     assert epsilon(2.2, clients, cohort, rounds, 1e-5, poisson=True) == pytest.approx(
         by_hand, rel=1e-6

@@ -85,7 +85,7 @@ def test_fednova_qfedavg_afl_fedbabu_apfl_equal_textbook_computations(name: str)
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("pull", [0.0, 0.3])
-def test_fednova_effective_steps_equal_sgd_distance_over_learning_rate(
+def test_fednova_effective_steps_are_the_distance_of_sgd_divided_by_learning_rate(
     momentum: float, nesterov: bool, pull: float
 ) -> None:
     position = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -143,7 +143,7 @@ def test_fedbabu_with_0_fine_tuning_epochs_reports_no_fine_tuned_accuracy() -> N
     assert run(run_spec(FedBABU(1))).rows[-1]["accuracy_finetuned"] is not None
 
 
-def test_fedproto_predicting_by_prototypes_needs_a_head_with_bias() -> None:
+def test_fedproto_refuses_prediction_by_prototypes_if_the_head_has_no_bias() -> None:
     check_composition([FedProto(predict="prototype")], NORMED_MLP)
     with pytest.raises(ValueError, match=r"method\.fedproto\.predict"):
         check_composition([FedProto(predict="prototype")], BiasFreeMlp())

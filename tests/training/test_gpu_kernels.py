@@ -114,7 +114,7 @@ def test_branches_of_a_recorded_graph_are_sequential_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_garbage_collector_stops_during_cuda_graph_capture(on: bool) -> None:
+def test_garbage_collector_is_off_only_while_a_cuda_graph_is_recorded(on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:

@@ -98,7 +98,7 @@ def test_workers_with_equal_identities_are_accepted() -> None:
     ]
 
 
-def test_error_lists_each_unequal_worker_with_its_node_and_its_differences() -> None:
+def test_error_lists_node_and_differences_of_each_worker_with_another_identity() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
         Participants(DRIVER).add(

@@ -103,7 +103,9 @@ class Scored(Means):
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_learner_with_bytes_parameters_has_same_bits_on_several_workers(schedule: Schedule) -> None:
+def test_learner_whose_parameters_are_bytes_has_same_bits_on_several_workers(
+    schedule: Schedule,
+) -> None:
     others = [FedBuff()] if schedule is BUFFER else []
     spec = run_spec(Means(), *others)
     one = run(spec, schedule, rounds=4)
@@ -114,7 +116,7 @@ def test_learner_with_bytes_parameters_has_same_bits_on_several_workers(schedule
         assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
-def test_learner_with_bytes_parameters_and_lost_jobs_resumes_to_the_same_result(
+def test_learner_whose_parameters_are_bytes_resumes_to_same_result_if_jobs_are_lost(
     tmp_path: Path,
 ) -> None:
     words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
@@ -173,7 +175,9 @@ def test_aggregate_function_of_a_learner_gets_staleness_weights() -> None:
 
 
 @pytest.mark.parametrize("other", [Krum(), FedAvgM(), DPFedAvg()], ids=lambda other: other.name)
-def test_learner_with_bytes_parameters_refuses_averaging_rules(other: Method) -> None:
+def test_learner_whose_parameters_are_bytes_refuses_methods_that_average_updates(
+    other: Method,
+) -> None:
     with pytest.raises(ValueError, match=rf"'{other.name}'.*'means'"):
         run(run_spec(Means(), other), rounds=1)
 
@@ -188,14 +192,14 @@ def test_learner_with_bytes_parameters_refuses_averaging_rules(other: Method) ->
         ("attack.kind=sign_flip attack.share=0.5", "attackers"),
     ],
 )
-def test_learner_with_bytes_parameters_refuses_settings_that_need_arrays(
+def test_learner_whose_parameters_are_bytes_refuses_settings_that_need_arrays(
     words: str, key: str
 ) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}", learner=Means())
 
 
-def test_learner_with_bytes_parameters_needs_aggregate_function(
+def test_learner_whose_parameters_are_bytes_needs_an_aggregate_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Means, "aggregate", Learner.aggregate)
@@ -268,7 +272,7 @@ def test_virtual_time_follows_size_of_a_learner_upload() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_uploaded_floats_include_discarded_uploads_with_the_size_from_upload_bytes() -> None:
+def test_size_of_discarded_uploads_comes_from_the_function_upload_bytes() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -280,7 +284,7 @@ def test_uploaded_floats_include_discarded_uploads_with_the_size_from_upload_byt
 
 
 @pytest.mark.parametrize("check", checks(Means()), ids=str)
-def test_learner_with_bytes_parameters_passes_conformance_checks(check: Check) -> None:
+def test_learner_whose_parameters_are_bytes_passes_conformance_checks(check: Check) -> None:
     check()
 
 

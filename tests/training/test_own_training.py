@@ -84,14 +84,14 @@ class Moves(Method):
         self.moves += [update.moves for update in aggregation.updates]
 
 
-def test_own_training_reports_steps_and_learning_rate() -> None:
+def test_own_training_loop_reports_steps_and_learning_rate() -> None:
     usual, own = Moves(), Moves()
     run(run_spec(usual), rounds=2)
     run(run_spec(PlainSgd(), own), rounds=2)
     assert own.moves == usual.moves
 
 
-def test_own_training_gathers_no_batches_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_training_loop_gathers_no_batches_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("batches were gathered that nobody trains on")
 
@@ -126,7 +126,7 @@ class Drawing(Method):
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_own_training_gives_the_same_bits_on_two_workers(schedule: Schedule) -> None:
+def test_own_training_loop_gives_the_same_bits_on_two_workers(schedule: Schedule) -> None:
     spec = run_spec(Drawing(), FedBuff()) if schedule is BUFFER else run_spec(Drawing())
     one = run(spec, schedule, rounds=4)
     two = run(spec, schedule, runtime=several_workers(spec, 2), rounds=4)
@@ -139,20 +139,20 @@ def _numpy_state() -> list[int]:
     return list(np.random.get_state()[1])  # type: ignore[arg-type]  # noqa: NPY002
 
 
-def test_own_training_restores_global_random_generators() -> None:
+def test_own_training_loop_restores_global_random_generators() -> None:
     states = random.getstate(), _numpy_state(), torch.get_rng_state().tolist()
     run(run_spec(Drawing()), rounds=1)
     later = random.getstate(), _numpy_state(), torch.get_rng_state().tolist()
     assert later == states
 
 
-def test_own_training_combines_with_server_methods() -> None:
+def test_own_training_loop_can_be_combined_with_server_methods() -> None:
     plain = run(run_spec(PlainSgd()), rounds=2)
     with_momentum = run(run_spec(PlainSgd(), FedAvgM()), rounds=2)
     assert plain.bits != with_momentum.bits
 
 
-def test_combination_of_own_training_and_fedprox_raises_an_error_that_names_both() -> None:
+def test_own_training_loop_and_fedprox_raise_an_error_that_names_both() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'plain_sgd'"):
         run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
 
@@ -165,7 +165,7 @@ class OptimizerKeeping(PlainSgd):
         run.keep_optimizer()
 
 
-def test_own_training_refuses_to_keep_the_optimizer_of_raysim() -> None:
+def test_own_training_loop_cannot_keep_the_optimizer_of_raysim() -> None:
     with pytest.raises(ValueError, match=r"'plain_sgd' .*run\.train.*run\.keep_optimizer"):
         run(run_spec(OptimizerKeeping()), rounds=1)
 
@@ -173,7 +173,9 @@ def test_own_training_refuses_to_keep_the_optimizer_of_raysim() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"), [("warmup_steps", 2), ("keep_optimizer", True), ("rates", {"head": 2.0})]
 )
-def test_own_training_refuses_settings_of_training_steps(setting: str, value: object) -> None:
+def test_own_training_loop_refuses_settings_that_only_raysims_steps_use(
+    setting: str, value: object
+) -> None:
     local = replace(LOCAL, **{setting: value})
     with pytest.raises(ValueError, match=rf"local\.{setting}=.*'plain_sgd'"):
         run(run_spec(PlainSgd(), local=local), rounds=1)
@@ -208,7 +210,7 @@ class Replacing(Method):
         return None
 
 
-def test_own_training_may_replace_the_models_tensors() -> None:
+def test_own_training_loop_may_replace_the_models_tensors() -> None:
     before, after = run(run_spec(Replacing()), rounds=1), run(run_spec(Replacing()), rounds=2)
     difference = after.coordinator.server.vector - before.coordinator.server.vector
     torch.testing.assert_close(difference, torch.ones_like(difference))
@@ -217,7 +219,9 @@ def test_own_training_may_replace_the_models_tensors() -> None:
 @pytest.mark.parametrize(
     ("how", "text"), [("shape", "shape"), ("result", "LocalResult"), ("error", "SystemExit")]
 )
-def test_error_in_own_training_fails_only_the_client_with_the_error(how: str, text: str) -> None:
+def test_error_in_an_own_training_loop_fails_only_the_client_with_the_error(
+    how: str, text: str
+) -> None:
     result = run(run_spec(Replacing(how)), rounds=1, tolerate=1.0)
     assert result.rows[0]["failures"] > 0
     assert all(failure.method == "replacing" for failure in result.failures)

@@ -152,7 +152,7 @@ def test_convolutions_with_batchnorm_train_on_one_sample() -> None:
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
 
-def test_no_layer_is_blamed_if_the_network_fails_on_batches_of_any_size() -> None:
+def test_no_layer_is_named_if_the_network_fails_on_batches_of_every_size() -> None:
     assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
 
 

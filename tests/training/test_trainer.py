@@ -122,7 +122,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_size_of_a_last_batch_is_usual_only_if_most_clients_have_this_size() -> None:
+def test_usual_batch_sizes_include_a_last_batch_only_if_most_clients_have_its_size() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"

@@ -82,7 +82,7 @@ def test_verdict_on_a_claim_follows_from_the_confidence_interval(
     assert lower.verdict == opposite.get(verdict, verdict)
 
 
-def test_run_with_little_training_decides_no_claim_of_a_paper() -> None:
+def test_claim_is_undecided_if_accuracy_is_below_80_percent_of_the_paper() -> None:
     # 80 % of the printed 69.48 is 55.58.
     for base, is_trained in ((0.55, False), (0.56, True)):
         (finding,) = findings(SKEW_CLAIM, pairs([0.05, 0.06, 0.07], base))
