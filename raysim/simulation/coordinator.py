@@ -133,9 +133,9 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round; yield the events of the run.
 
-        Raises TooManyFailuresError after it has written a checkpoint, if the run has a folder.
-        Raises NoClientsLeftError after it has written a checkpoint, if the run writes checkpoints
-        and has planned an aggregation.
+        Raises TooManyFailuresError; before that, a checkpoint is written if the run has a folder.
+        Raises NoClientsLeftError; before that, a checkpoint is written if the run has planned an
+        aggregation and writes checkpoints.
         """
         self.history.start()
         if self.profile:

@@ -216,9 +216,10 @@ class Dispatcher:
             yield chunk
 
     def _home(self, client: int) -> StateHome | None:
-        """Return the active worker that has, or will have, a client's newest state; None for none.
+        """Return the active worker that has, or will have, a client's newest state.
 
-        `StateHome.worker` is the worker's position in the list of active workers.
+        `StateHome.worker` is the worker's position in the list of active workers. Return None if no
+        active worker has a state of the client.
         """
         newest = self._client_states.newest_state(client)
         if newest is None or newest[0] not in self._calls.active:

@@ -310,7 +310,7 @@ class Evaluator:
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
         """Draw some of these clients, as many as `evaluate.clients` says; return them ascending.
 
-        Return all clients if there are not more.
+        Return all clients if this number is not smaller than theirs.
         version: the scored version. Each version has a draw of its own.
         purpose: the name of the random stream.
         """
@@ -532,7 +532,8 @@ class Evaluator:
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
         """Return the columns with scores of the shared model.
 
-        Without personal models, validation samples add the scores of the best round.
+        The scores of the best round are added if there are validation samples and no personal
+        models.
         reports: the reports of the tasks of `_shared_tasks`, in the same order.
         """
         sizes = [

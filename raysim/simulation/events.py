@@ -74,7 +74,7 @@ class Round:
     row: the row of the history.
     probes: the probes of local models, if `evaluate.probe` is set.
     jobs: the jobs that ended in this round.
-    scores: the scores of single clients; None for a round that does not score clients.
+    scores: the scores of single clients; None if this round scores no clients.
     """
 
     row: Row
@@ -134,9 +134,9 @@ class Saved:
 class Profiled:
     """The event that reports the profile of a run: the time of each process by activity.
 
-    It comes shortly before the end of a run with `profile=true`.
+    A run with `profile=true` yields this event shortly before the run ends.
     start, stop: the period of the profile, in seconds since the epoch.
-    tracks: one for each process.
+    tracks: the profile of each process.
     """
 
     start: float  # seconds since the epoch

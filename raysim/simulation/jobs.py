@@ -102,8 +102,8 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
-        Then plan further aggregations, until the end of every dispatched job is known, unless the
-        plan depends on updates of this aggregation.
+        Then plan further aggregations, until the end of every dispatched job is known. Plan none if
+        the plan depends on updates of the returned aggregation.
         Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:

@@ -151,8 +151,8 @@ class Loads:
         """Return the load of a client's next job: samples to process, floats received and sent.
 
         version: the base version of the job; 0 for an estimate before the run.
-        earlier, accepted: the number of the client's earlier jobs, and of those that were
-        aggregated.
+        earlier: the number of the client's earlier jobs.
+        accepted: how many of these jobs were aggregated.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -237,8 +237,8 @@ class PeerLoads:
         """Return the load of a client's next job: samples to process, floats received and sent.
 
         version: the base version of the job; 0 for an estimate before the run.
-        earlier, accepted: the number of the client's earlier jobs, and of those that were
-        aggregated.
+        earlier: the number of the client's earlier jobs.
+        accepted: how many of these jobs were aggregated.
         """
         load = self._loads(client, version, earlier, accepted)
         exchanges = (version + 1) % self._every == 0
@@ -267,8 +267,8 @@ class ChoiceLoads:
         """Return the load of a client's next job: samples to process, floats received and sent.
 
         version: the base version of the job; 0 for an estimate before the run.
-        earlier, accepted: the number of the client's earlier jobs, and of those that were
-        aggregated.
+        earlier: the number of the client's earlier jobs.
+        accepted: how many of these jobs were aggregated.
         """
         load = self._loads(client, version, earlier, accepted)
         passes = FORWARD * self._replicas * self._counts.item(client)

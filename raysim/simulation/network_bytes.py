@@ -84,12 +84,12 @@ class CountingRuntime:
         return ref
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Call a method of a worker without waiting; return references to what the method returns.
+        """Call a method of a worker, and count the bytes of the arguments.
 
-        Count the bytes of the arguments.
+        Return references to what the method returns, without waiting.
         method: the name of a method of `Worker`.
         args: the arguments, or references to them.
-        returns: the number of values that the method returns.
+        returns: the number of returned values.
         """
         nodes = self.runtime.nodes
         node, has_several = nodes[worker], any(nodes)

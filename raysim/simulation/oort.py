@@ -113,7 +113,7 @@ class Oort(Selection):
         """Move idle clients from the state's array "picks" to the end of `chosen`; return `chosen`.
 
         "picks" has the clients that the latest round chose and that `select` has not returned yet.
-        Stop at `view.count` clients. Busy or repeated clients are dropped.
+        Stop when `chosen` has `view.count` clients. Drop busy and repeated clients.
         """
         picks = view.state["picks"]
         taken = 0

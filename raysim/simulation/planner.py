@@ -58,8 +58,8 @@ class NoClientsLeftError(RunStoppedError):
 class Load(NamedTuple):
     """The number of samples that a job processes, and the floats that its client exchanges.
 
-    work: the trained samples, plus what methods add with the hook `cost`. A sample that makes only
-    a forward pass counts as a third.
+    work: the trained samples, plus what methods add with the hook `cost`. A sample with only a
+    forward pass counts as a third.
     down, up: the floats received and sent.
     """
 
@@ -71,7 +71,7 @@ class Load(NamedTuple):
 class Messages(Protocol):
     """Compressed messages with the change of the parameters from one version to the next.
 
-    Clients receive them in place of all parameters.
+    Clients receive these messages in place of all parameters.
     received: int32 [clients], the base version of each client's last job; -1 for a client without a
     job.
     """
@@ -274,8 +274,8 @@ class Planner:
     def measure_with(self, measure: MeasureLosses) -> None:
         """Set the function with which the selection rule measures the losses of clients.
 
-        measure: returns each client's loss of the current version, for the clients and the largest
-        number of samples of each client (None: all).
+        measure: returns the loss of the current version for each client. The arguments are the
+        clients, and the largest number of samples of each client; None uses all.
         """
         if self._selector is not None:
             self._selector.measure = measure

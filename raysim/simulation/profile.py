@@ -36,8 +36,8 @@ class WatchedRuntime:
         """Call a method of a worker without waiting; return references to what the method returns.
 
         method: the name of a method of `Worker`.
-        args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns.
+        args: the arguments, or references to them.
+        returns: the number of returned values.
         """
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"

@@ -55,7 +55,8 @@ class ReplicaMemory:
     ) -> set[int]:
         """Move idle replicas to disk until the replicas in memory fit the budget.
 
-        Return the numbers of the moved replicas.
+        Return the numbers of the moved replicas. If too few replicas are idle, the budget stays
+        exceeded.
         changed: the replicas that have changed since the last call.
         is_busy: returns True for a replica from which a job in flight started.
         """

@@ -389,9 +389,9 @@ class Replicas:
     def scored(self) -> tuple[Tensor, Tensor]:
         """Return the model to score: the weighted mean of vectors, [layout.shared].
 
-        A replica's vector is replaced by the one that a method declares for scoring, such as a mean
-        of versions. The weights are those of `mean`. Also return the elementwise maximum of the
-        integer buffers, [layout.shared_counters].
+        If a method declares another vector for scoring, such as a mean of versions, it replaces a
+        replica's vector. The weights are those of `mean`. Also return the elementwise maximum of
+        the integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 

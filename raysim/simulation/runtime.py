@@ -81,8 +81,8 @@ class Runtime(Protocol):
         """Call a method of a worker without waiting; return references to what the method returns.
 
         method: the name of a method of `Worker`.
-        args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns.
+        args: the arguments, or references to them.
+        returns: the number of returned values.
         """
         ...
 

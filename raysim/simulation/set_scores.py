@@ -57,8 +57,8 @@ class SetScores:
     def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
         """Return the tasks with which workers score all sets of samples that are not empty.
 
-        The sets are each client's test and validation samples, the central test set, and the
-        domains of both kinds of test samples.
+        The sets are each client's test samples, each client's validation samples, the central test
+        set, and the domains of clients' and central test samples.
         client_tasks: for each scored client, the task for its test samples.
         """
         tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]

@@ -137,7 +137,7 @@ class _BatchedLinear(torch.autograd.Function):
 class _LinearLanes:
     """A linear layer of all K lanes, each with a batch of B samples.
 
-    A call computes [K, B, m] outputs from [K, B, n] inputs.
+    A call computes m outputs from n inputs of each sample: [K, B, m] from [K, B, n].
     parts: the weights [K, m, n] and perhaps the bias [K, m].
     precision: the dtype of the products; None takes that of the weights.
     """
@@ -310,7 +310,7 @@ class BatchedLanes(LaneLoop[Lane]):
         """Return the weight of each of B samples in the loss of each of K lanes, [K, B].
 
         It is 1 / (size of the lane's batch), and 0 for samples that only pad a batch.
-        batches: the batch of each lane that has a job, by the lane's number.
+        batches: by lane number; lanes without a job are left out.
         """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():

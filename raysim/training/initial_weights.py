@@ -344,8 +344,8 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
     """Return `init` with the checksum of its file, and the weights of the file.
 
     Without a file (`init.file` is None), return `init` and None.
-    Raises ValueError if the file cannot be read, contains no state dict, or does not have the
-    checksum `init.sha256` (None: any).
+    Raises ValueError if the file cannot be read or contains no state dict, or if its checksum
+    differs from a set `init.sha256`.
     """
     if init.file is None:
         return init, None

@@ -84,7 +84,7 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
     none.
     probabilities: [rows, classes].
     labels: [rows], the true classes.
-    seen: bool [classes].
+    seen: bool [classes], True for classes in the training data.
     """
     rows = np.flatnonzero(~seen[labels])
     if not len(rows):

@@ -92,7 +92,7 @@ class RecordedLane(Lane):
     """A lane whose training steps are recorded.
 
     modes: the mode of each neural network or module that a step of the job has set: True for train
-    mode, False for eval mode. The name that was set last is last.
+    mode, False for eval mode. Names are in the order in which their modes were last set.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)

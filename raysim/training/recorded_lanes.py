@@ -114,7 +114,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def prepare(self, lane: RecordedLane) -> None:
         """Give a lane's job the optimizers that it needs for its next step and does not have yet.
 
-        Each stage has an optimizer, with the buffers of an earlier job of the client, or 0.
+        Each stage has an optimizer. Its buffers are those of an earlier job of the client, or 0.
         """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step

@@ -491,8 +491,8 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
 def sample_flops(spec: RunSpec) -> float:
     """Return PyTorch's count of floating-point operations for one sample, forward and backward.
 
-    For a learner without gradients, such as a tree, return an estimate: 6 for each float that a
-    client sends in a job.
+    For a learner without gradients, such as a tree, return an estimate: 6 operations for each float
+    that a client sends in a job.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 

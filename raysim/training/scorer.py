@@ -53,8 +53,8 @@ class Scorer:
         """Return a report for each task: the scores and losses of its samples.
 
         If a method declares `run.evaluate`, a report has this method's scores instead.
-        states: the client state of each task. None, or an empty sequence, means states on this
-        worker.
+        states: the client state of each task; None for a state on this worker. An empty sequence
+        means that all states are on this worker.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)

@@ -133,8 +133,9 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
 def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool | None) -> bool:
     """Return True if steps are recorded.
 
-    setting: `runtime.graph`. None records steps on a GPU if model, loss and methods are part of
-    raysim, layers draw no random numbers, and no setting of local training forbids recordings.
+    setting: `runtime.graph`. With None, steps are recorded on a GPU if model, loss and methods are
+    part of raysim, layers draw no random numbers, and no setting of local training forbids
+    recordings.
     """
     # Recorded steps were 1.5 to 2 times as fast.
     if setting is not None:
