@@ -550,7 +550,7 @@ def test_check_rejects_a_compressor_that_writes_wrong_messages(
     assert message_of(compressor, name)
 
 
-def test_check_accepts_good_messages_of_a_compressor() -> None:
+def test_check_accepts_valid_messages_of_a_compressor() -> None:
     part = Halves(feedback="ef14")
     names = [str(check).partition(": ")[2] for check in checks(part)]
     for name in names[1:4]:

@@ -225,7 +225,9 @@ def test_error_of_empty_values_mentions_the_column(
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_error_of_value_beyond_float32_mentions_the_column(write: Writer, tmp_path: Path) -> None:
+def test_error_of_a_value_too_large_for_float32_mentions_the_column(
+    write: Writer, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"column score .*float32"):
         write(tmp_path, COLUMNS | {"score": [1e300] * ROWS}).build()
 

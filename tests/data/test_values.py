@@ -269,7 +269,7 @@ def test_error_of_data_frame_with_text_mentions_the_column() -> None:
 @pytest.mark.parametrize(
     "inputs", [np.full((6, 2), 1e300), np.full((6, 2), -1e39), [[1e300, 0.0]] * 6]
 )
-def test_inputs_beyond_float32_are_rejected(inputs: object) -> None:
+def test_inputs_too_large_for_float32_are_rejected(inputs: object) -> None:
     with pytest.raises(ValueError, match=r"inputs .* float32"):
         store_arrays((inputs, INTEGERS))
 
@@ -281,7 +281,7 @@ def test_largest_float32_value_is_accepted_as_input() -> None:
     )
 
 
-def test_labels_beyond_float32_are_rejected() -> None:
+def test_labels_too_large_for_float32_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"label 1e[+]300"):
         store_arrays((TABLE, np.linspace(0, 1e300, 6)))
 

@@ -97,7 +97,7 @@ def test_method_chosen_by_name_sets_the_local_settings_that_it_requires(
     assert experiment.config["local"][key] == value
 
 
-def test_plan_shows_only_settings_that_a_method_has_changed() -> None:
+def test_plan_shows_settings_only_if_a_method_has_changed_them() -> None:
     (line,) = plan_lines(build([*IN_PROCESS, "method=fedrep"]))
     assert all(part in line for part in ("local.epochs=11", "'fedrep'", "2"))
     assert plan_lines(build([*IN_PROCESS, "method=fedprox"])) == []

@@ -117,7 +117,7 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_pfedavg_scores_each_clients_last_trained_model_by_default(
+def test_pfedavg_scores_a_client_with_its_last_trained_model_by_default(
     others: tuple[Method, ...],
 ) -> None:
     watch = Watch()

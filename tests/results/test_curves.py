@@ -34,7 +34,7 @@ def test_figures_of_a_run_with_missing_values_are_drawn(
     assert all(path.read_bytes().startswith(PNG) for path in paths)
 
 
-def test_curves_are_drawn_against_bytes() -> None:
+def test_traffic_axis_of_curves_converts_floats_to_bytes() -> None:
     read = next(read for _, _, read, unit, _ in curves.AXES if unit == "bytes")
     assert read({"floats_down": 100, "floats_up": 25}) == 500
     assert read({"floats_down": None, "floats_up": None}) == 0

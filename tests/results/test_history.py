@@ -80,7 +80,7 @@ def test_history_distinguishes_nan_and_missing_values(tmp_path: Path) -> None:
     assert losses[1] is None
 
 
-def test_history_without_rows_has_its_columns(tmp_path: Path) -> None:
+def test_history_file_without_rows_has_all_fixed_columns(tmp_path: Path) -> None:
     metrics.write_history([], tmp_path / "h.parquet")
     assert metrics.read_history(tmp_path / "h.parquet") == []
     assert pq.read_schema(tmp_path / "h.parquet").names == list(metrics.COLUMNS)

@@ -141,7 +141,7 @@ def test_page_shows_the_first_12_characters_of_a_checksum(tmp_path: Path) -> Non
     assert "all of them are in the run&#39;s summary.json" in text
 
 
-def test_page_shows_no_checksum_of_an_empty_state(tmp_path: Path) -> None:
+def test_page_omits_the_state_checksum_if_there_is_no_state(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5])
     run.summary.update(
         model_sha256="0123456789abcdef" * 4, state_sha256=hashlib.sha256().hexdigest()

@@ -33,7 +33,7 @@ def test_traffic_is_read_from_last_row_of_each_replica() -> None:
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("topology", [Hierarchical(2), Gossip("ring")])
-def test_topology_picture_of_edge_servers_or_gossip_is_drawn(
+def test_topology_picture_is_drawn_for_edge_servers_and_for_gossip(
     topology: Hierarchical | Gossip, tmp_path: Path
 ) -> None:
     network = connect(topology, 6)

@@ -103,7 +103,7 @@ def test_used_memory_includes_only_the_newest_state_of_each_client() -> None:
     assert values(state for _, state in books.client_states.committed()) == [5.0, 6.0, 7.0]
 
 
-def test_spilled_bytes_are_correct_after_a_spilled_state_is_replaced() -> None:
+def test_number_of_spilled_bytes_excludes_replaced_client_states() -> None:
     books = Books(budget=2 * EACH - 1)
     books.done(1, 2)
     assert books.client_states.spilled_bytes == EACH

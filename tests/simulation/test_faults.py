@@ -476,7 +476,7 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
         ),
     ],
 )
-def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: str) -> None:
+def test_error_of_an_invalid_client_hook_has_one_line(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
     assert line.startswith(
         "6 of 6 clients failed in round 1. The first failure: client 1, version 0, worker "

@@ -565,7 +565,7 @@ def test_tiered_schedule_groups_clients_by_the_duration_of_their_first_job() -> 
     assert {job.client for jobs in result for job in jobs if job.pool == 1} <= {0, 2, 4}
 
 
-def test_only_consecutive_lost_jobs_stop_a_run(
+def test_lost_jobs_stop_a_run_only_if_they_are_consecutive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("raysim.simulation.planner.MAX_CONSECUTIVE_LOST_JOBS", 12)

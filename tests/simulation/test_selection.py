@@ -439,7 +439,7 @@ def test_selection_refuses_fewer_candidates_than_the_cohort() -> None:
         planner(PowerOfChoice(3), Synchronous(5), Ideal()).next_aggregation()
 
 
-def test_losses_measured_on_few_samples_are_repeatable() -> None:
+def test_repeated_runs_measure_losses_on_the_same_few_samples() -> None:
     """The samples on which losses are measured depend on client and version only."""
     rule = PowerOfChoice(6, samples=3)
     one, other = (run(run_spec(selection=rule), Synchronous(2)) for _ in range(2))

@@ -225,7 +225,7 @@ def test_batchnorm_batch_counters_get_the_largest_value_of_all_clients() -> None
 # --- methods' parts -------------------------------------------------------------------------------
 
 
-def test_updates_are_summed_unless_methods_need_single_ones() -> None:
+def test_updates_are_summed_unless_methods_need_single_updates() -> None:
     class Combining(Method):
         name = "combining"
 
