@@ -193,7 +193,7 @@ def test_bits_of_a_run_depend_on_the_seed() -> None:
     assert len(bits) == 2
 
 
-def test_state_checksum_covers_clients_and_server() -> None:
+def test_state_checksum_depends_on_client_state_and_server_state() -> None:
     empty = run(run_spec(model=NORMED), rounds=1).finished.state_sha256
     for methods in ([FedBN()], [FedBSS()], [FedAdam()], [Scaffold()]):
         assert run(run_spec(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty

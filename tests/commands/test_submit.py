@@ -143,7 +143,7 @@ class TestPackage:
         with pytest.raises(RefusedError, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
             check_size(files, 2)
 
-    def test_error_of_too_large_package_of_small_files_mentions_one_of_them(
+    def test_error_of_too_large_package_mentions_a_file_even_if_all_files_are_small(
         self, tmp_path: Path
     ) -> None:
         files = [PackedFile(tmp_path, f"photos/{number}", 10_000) for number in range(200)]

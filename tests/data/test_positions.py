@@ -68,7 +68,7 @@ def test_kind_of_task_is_inferred_from_shape_of_labels(labels: np.ndarray, kind:
     assert read_labels(labels, None, None, "data").kind == kind
 
 
-def test_ignored_positions_have_the_ignore_index_of_pytorch() -> None:
+def test_ignored_label_value_becomes_the_ignore_index_of_pytorch() -> None:
     _, y = images(5)
     labels = read_labels(y[:, None], None, None, "data", 255)
     assert labels.values.shape == (5, 4, 4) and labels.names == ["0", "1", "2"]

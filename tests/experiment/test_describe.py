@@ -65,13 +65,13 @@ def test_printed_plan_shows_local_epochs_and_the_run_folder() -> None:
     )
 
 
-def test_printed_plan_counts_evaluations_of_one_aggregation() -> None:
+def test_printed_plan_shows_the_number_of_evaluations_per_aggregation() -> None:
     buffered = ["schedule=buffered", "schedule.concurrency=6", "schedule.size=2"]
     text = overview(build([*SMALL[:-1], *buffered, "evaluate.decompose=1"]), Path("somewhere"))
     assert "2 x 2 + 2 evaluations" in text
 
 
-def test_printed_plan_does_not_promise_the_best_model_of_a_learner() -> None:
+def test_printed_plan_says_that_a_learner_without_a_loss_has_no_best_model() -> None:
     assert "reports no loss" not in lines()["best"]
     assert lines("learner=sklearn_linear")["best"].endswith("if 'sklearn_linear' reports no loss")
     text = lines("learner=sklearn_linear", "partition.validation_fraction=0.1")["best"]

@@ -109,7 +109,7 @@ def test_first_line_of_an_error_comes_from_its_original_cause() -> None:
         "raysim.commands.submit.job_server",
     ],
 )
-def test_reading_overrides_does_not_import_torch(module: str) -> None:
+def test_modules_that_read_overrides_do_not_import_torch(module: str) -> None:
     program = f"import {module}, sys; print('torch' in sys.modules)"
     assert (
         subprocess.run(

@@ -164,7 +164,7 @@ class Holding(NormedMlp):
     what: object = None
 
 
-def test_unstorable_object_is_marked_in_the_configuration() -> None:
+def test_object_that_cannot_be_stored_is_marked_in_the_configuration() -> None:
     class Local(FedProx):
         pass
 

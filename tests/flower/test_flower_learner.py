@@ -40,7 +40,7 @@ def test_flower_app_as_learner_learns_and_reports_its_own_metrics(project, tmp_p
     assert result.summary["failures_total"] == 0
 
 
-def test_reading_initial_parameters_of_an_app_emits_no_flower_log_lines(project, tmp_path):
+def test_run_with_a_flower_app_as_learner_writes_no_log_lines_of_flower(project, tmp_path):
     logger, records = logging.getLogger("flwr"), []
     handler = logging.Handler()
     handler.emit = records.append

@@ -209,7 +209,7 @@ def adapted(
     )
 
 
-def test_fadas_defaults_are_those_of_the_released_code() -> None:
+def test_default_settings_of_fadas_are_those_of_the_released_code() -> None:
     delta = torch.tensor([2.0, -1.0, 1e-8]).double()
     ended = adapted(delta, server_lr=0.3)
     torch.testing.assert_close(ended["first_moment"], 0.1 * delta)

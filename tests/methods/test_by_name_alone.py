@@ -209,6 +209,6 @@ def test_method_can_require_a_value_of_any_configuration_key() -> None:
 
 
 @pytest.mark.parametrize("key", ["local.speed", "nothing", "locals.lr"])
-def test_requiring_a_key_that_does_not_exist_is_refused(key: str) -> None:
+def test_method_that_requires_a_key_that_does_not_exist_is_refused(key: str) -> None:
     with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build(IN_PROCESS, methods=[Demanding(key, 4)])

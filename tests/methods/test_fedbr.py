@@ -140,7 +140,9 @@ def test_fedbr_draws_pseudo_data_with_less_memory_than_one_byte_per_client() -> 
     ],
     ids=str,
 )
-def test_fedbr_has_a_projector_only_if_needed(settings: dict[str, Any], adds: bool) -> None:
+def test_fedbr_has_no_projector_if_mu_is_zero_or_projection_is_none(
+    settings: dict[str, Any], adds: bool
+) -> None:
     assert (PROJECTOR in declare_run(run_spec(small(**settings))).networks) == adds
 
 

@@ -91,6 +91,6 @@ def test_fedrep_refuses_unknown_mode() -> None:
         FedRep("both")  # type: ignore[arg-type]
 
 
-def test_fedrep_head_steps_do_not_cost_a_backward_pass_of_the_extractor() -> None:
+def test_fedrep_steps_of_the_head_need_no_backward_pass_of_the_extractor() -> None:
     cost = FedRep(head_epochs=2, body_epochs=1).cost(participation_facts(None, 40, 120))
     assert cost == pytest.approx((FORWARD - 1) * 80)

@@ -89,7 +89,7 @@ def test_inco_halves_the_target_if_the_source_is_zero_and_doubles_it_if_both_are
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_compiled_inco_function_changes_all_rows_of_its_argument_but_no_rows_after_it() -> None:
+def test_compiled_inco_function_changes_the_rows_that_it_gets_and_no_others() -> None:
     """Rows are mixed in blocks of 64, so 100 rows are a full block and a block of 36 rows."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()

@@ -448,7 +448,7 @@ def test_partialfed_sends_all_layers() -> None:
 # --- which model is scored --------------------------------------------------------------------
 
 
-def test_partialfed_personal_model_is_the_last_one_the_client_trained() -> None:
+def test_personal_model_of_partialfed_is_the_result_of_the_last_job_of_a_client() -> None:
     method = PartialFed("none")
     client = Client(method)
     vector, trainer = client.worker.vector, client.worker.trainer

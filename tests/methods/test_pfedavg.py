@@ -212,7 +212,7 @@ def test_pfedavg_gives_the_same_scores_as_the_setting_evaluate_finetune(head: bo
     assert any(row["accuracy_finetuned"] != row["accuracy"] for row in by_method)
 
 
-def test_pfedavg_improves_clients_of_few_classes() -> None:
+def test_pfedavg_fine_tuning_raises_the_accuracy_of_clients_with_few_classes() -> None:
     rows = run(study(PFedAvg("finetune", 20), local=replace(LOCAL, lr=0.02)), rounds=1).rows
     assert rows[0]["accuracy_finetuned"] > rows[0]["accuracy"]  # type: ignore[operator]
 

@@ -54,7 +54,9 @@ def contrast(features: Tensor, labels: Tensor, temperature: float = 0.07) -> Ten
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [2, 2], [1]])
-def test_vhl_contrast_loss_is_0_without_positives_or_negatives(labels: list[int]) -> None:
+def test_vhl_contrast_loss_is_0_if_classes_of_samples_are_all_equal_or_all_different(
+    labels: list[int],
+) -> None:
     features = random(len(labels), 3).requires_grad_()
     value = contrast(features, torch.tensor(labels))
     assert value == 0

@@ -166,7 +166,7 @@ def test_summary_uses_central_scores_if_there_are_no_client_scores() -> None:
     assert "best5_mean_global" not in summary
 
 
-def test_summary_of_no_rows_is_empty() -> None:
+def test_summary_of_a_history_without_rows_has_no_scores() -> None:
     summary = metrics.summarise([])
     assert (summary["rounds"], summary["best5_mean"], summary["accuracy"]) == (0, None, None)
 

@@ -164,9 +164,7 @@ def test_tracker_stores_no_passwords(tmp_path: Path) -> None:
     "content",
     ["null", "[]", "3", "[" * 100_000, "\0", '{"round": 1' + "0" * 400 + "}", '{"round": null}'],
 )
-def test_damaged_tracking_files_are_read_as_far_as_they_are_valid(
-    content: str, tmp_path: Path
-) -> None:
+def test_invalid_entries_of_tracking_files_are_skipped(content: str, tmp_path: Path) -> None:
     (tmp_path / "tracking.json").write_text(content)
     (tmp_path / "tracking_backlog.jsonl").write_text(content + "\n" + '{"round": 3}' + "\n")
     assert isinstance(read_record(tmp_path), dict)

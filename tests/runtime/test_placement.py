@@ -950,7 +950,7 @@ def test_coordinator_writes_no_files_before_the_driver_asks_for_the_first_round(
         (240_000, 1, True),  # too large for a message
     ],
 )
-def test_small_version_travels_within_messages_and_large_one_is_stored(
+def test_small_version_is_sent_in_messages_and_large_version_is_stored_once(
     floats: int, workers: int, is_stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime.ray import actors

@@ -155,7 +155,7 @@ def test_best_model_equal_to_the_current_one_is_not_copied_on_resume() -> None:
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_round_without_a_score_is_not_best(value: float | None) -> None:
+def test_round_without_a_finite_score_cannot_be_the_best_round(value: float | None) -> None:
     best = BestModel(Criterion("accuracy_validation", higher=True))
     best.take({"round": 1, "accuracy_validation": value}, torch.ones(1), torch.ones(1))
     assert best.summary() is None

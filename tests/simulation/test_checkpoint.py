@@ -453,7 +453,7 @@ def test_error_says_that_no_checkpoint_is_valid_if_all_are_damaged(tmp_path: Pat
         checkpoint.read(second)
 
 
-def test_version_of_a_checkpoint_is_read_only_from_its_own_kind_of_name() -> None:
+def test_checkpoint_version_is_minus_1_if_the_folder_name_has_another_form() -> None:
     assert checkpoint.version_of("runs/a/checkpoints/round-000050") == 50
     for name in ("50", "round-", "round-5-old"):
         assert checkpoint.version_of(f"runs/a/checkpoints/{name}") == -1

@@ -359,7 +359,7 @@ def test_event_of_a_silent_worker_contains_the_worker_and_its_node(clock: None) 
     assert len(in_hand) > 2 and set().union(*in_hand) <= set(range(6))
 
 
-def test_starting_worker_may_be_silent_longer_than_a_running_one(clock: None) -> None:
+def test_worker_may_be_silent_for_longer_while_it_starts(clock: None) -> None:
     runtime = Stopped(study("sums on workers"), 2, {1})
     asked = ASKED | {"faults": Faults(timeout=35.0)}
     events = list(

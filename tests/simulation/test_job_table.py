@@ -109,7 +109,7 @@ def test_every_job_is_queued_at_most_once_and_sent_at_most_once(name: str) -> No
     assert set(sent) <= set(queued)
 
 
-def test_job_dispatch_sets_only_fields_known_at_dispatch() -> None:
+def test_dispatch_of_a_job_sets_weight_probe_extras_replica_and_base_versions() -> None:
     job = Job(1, 2, 3, 4, 5, 6.0, False, {}, 7, 8.0, 9.0, False, 10.0, 11, 12, 13, 14, (15,))
     extras = {"method.tensor": np.ones(1)}
     expected = job._replace(weight=2.5, probe=True, extras=extras, replica=3, base=4, bases=(4, 5))

@@ -115,7 +115,7 @@ def test_schedule_decides_the_action_that_is_listed_for_each_situation(
     assert schedule.decide(seen) == action
 
 
-def test_schedules_declare_if_updates_can_be_stale() -> None:
+def test_schedules_declare_whether_updates_can_be_stale() -> None:
     fresh = [Synchronous(3), Oversample(3), Deadline(3, 1.0, "discard")]
     stale = [Deadline(3, 1.0), Buffered(4, 2), Immediate(4), Tiered(2, 3)]
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4

@@ -94,7 +94,7 @@ def groups(size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_adding_sums_of_updates_gives_the_bits_of_adding_single_ones(size: int) -> None:
+def test_sum_of_partial_sums_has_the_bits_of_the_sum_of_single_updates(size: int) -> None:
     single = step(server(), [update(client) for client in ALL])
     summed = step(
         server(),

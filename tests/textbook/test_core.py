@@ -210,7 +210,7 @@ def test_jobs_that_end_at_the_same_time_are_aggregated_in_client_order() -> None
     assert [row["virtual_seconds"] for row in coordinator.rows] == [1.0, 2.0, 2.0]
 
 
-def test_job_duration_counts_samples_of_epochs_or_steps() -> None:
+def test_job_duration_follows_from_the_samples_of_its_epochs_or_steps() -> None:
     for local, seconds in (
         (replace(LOCAL, epochs=3), [6.0, 1.5]),
         (STEPS, [4.0, 2.5]),

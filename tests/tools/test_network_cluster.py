@@ -182,7 +182,7 @@ def test_sum_of_updates_is_sent_only_once_over_a_slow_link(
     assert head.address in addresses and lost.address in addresses
 
 
-def test_simulated_network_link_delays_messages() -> None:
+def test_messages_over_a_slow_simulated_link_arrive_later() -> None:
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)

@@ -88,7 +88,7 @@ def test_inputs_are_normalised_and_tokens_are_not() -> None:
     assert pipeline.normalise(tokens) is tokens
 
 
-def test_regression_step_is_gradient_descent(tmp_path: Path) -> None:
+def test_step_of_a_regression_task_is_gradient_descent_on_the_squared_error(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 2))
     np.savez(tmp_path / "train.npz", x=x, y=y)
