@@ -97,7 +97,6 @@ class SplitByUpdates(ClusterRule):
 
         "updates" [clients, floats]: the last update of each client since its cluster began.
         "is_known" [clients]: True for a client with such an update.
-        floats: the floats of an update.
         """
         return {
             "updates": np.zeros((clients, floats), np.float32),

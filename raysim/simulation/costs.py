@@ -58,8 +58,7 @@ class Cost:
 class FleetCosts:
     """The costs of all clients of a run.
 
-    costs: the costs of each kind of client.
-    kinds: int [clients], the index of each client's kind in `costs`.
+    kinds: int [clients], the index of each client's costs in `costs`.
     kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
     """
 

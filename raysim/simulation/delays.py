@@ -90,8 +90,8 @@ class RandomDelays:
     """Devices for which each job takes a random time between two bounds.
 
     least, most: float64 [clients], the bounds for each client, in virtual seconds.
-    key: the key from which the random numbers are drawn (`stream_key`).
-    fate: the rule that decides which jobs are lost.
+    key: the key of the random numbers (`stream_key`).
+    fate: decides which jobs are lost.
     """
 
     def __init__(self, least: np.ndarray, most: np.ndarray, key: int, fate: Fate):

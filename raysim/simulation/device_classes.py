@@ -72,7 +72,6 @@ class DeviceClass:
     share: the share of the clients that have such a device, 0 to 1.
     flops: floating-point operations per second in training.
     bandwidth_down, bandwidth_up: bytes received and sent per second.
-    cost: the power of a device, and what its link costs.
     """
 
     share: float

@@ -125,8 +125,7 @@ class Dispatcher:
     def enqueue(self, job: Job, aggregation: int) -> None:
         """Put a job into the queue, from which it is sent to a worker later.
 
-        aggregation: the number of the aggregation that will use the job's update; 0 is the run's
-        first aggregation.
+        aggregation: the number (from 0) of the aggregation that will use the job's update.
         """
         self._queue.put(job, aggregation)
 
@@ -143,7 +142,7 @@ class Dispatcher:
 
         Workers with few unanswered calls also get jobs of later aggregations.
         jobs: the jobs, in the order of aggregation.
-        aggregation: the number of the aggregation; the run's first aggregation has the number 0.
+        aggregation: the number of the aggregation, from 0.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]

@@ -72,9 +72,9 @@ class Round:
     """The event that an aggregation is finished.
 
     row: the row of the history.
-    probes: the probes of local models, if `evaluate.probe` is set.
+    probes: the probes of local models; only with `evaluate.probe`.
     jobs: the jobs that ended in this round.
-    scores: the scores of single clients; None if this round scores no clients.
+    scores: None if this round scores no single clients.
     """
 
     row: Row

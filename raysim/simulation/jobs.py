@@ -50,8 +50,8 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT)
 class JobRow:
     """A planned job, its state, and the aggregation that will use its update.
 
-    aggregation: the number of this aggregation; 0 is the run's first aggregation. -1 means that the
-    aggregation is not known yet, or that no aggregation will use the update.
+    aggregation: the number of this aggregation, from 0. -1 means that the aggregation is not known
+    yet, or that no aggregation will use the update.
     """
 
     job: Job
@@ -186,7 +186,6 @@ class JobTable:
         """Dispatch the jobs that are planned to be dispatched before an aggregation.
 
         Set the fields of these jobs that the planner cannot know, such as `weight`.
-        aggregation: the next aggregation that the server makes.
         """
         replicas = self._replicas
         probe = self._settings.evaluate.probes(replicas.version + 1)

@@ -187,7 +187,6 @@ def make_replicas(
 ) -> Replicas:
     """Return the replicas of a run before its first round, each with its server.
 
-    initial: the initial model.
     size: the largest number of updates in one aggregation.
     network: the topology, with the clients that each replica serves.
     folder: the run's folder.

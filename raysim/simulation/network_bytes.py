@@ -22,7 +22,6 @@ class CountingRuntime:
     """A runtime that counts the bytes of arrays that each node receives and sends.
 
     A stored value counts once for each node that receives it.
-    runtime: executes the calls.
     vector_bytes: the bytes of a sum of updates.
     """
 

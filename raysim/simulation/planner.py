@@ -769,7 +769,6 @@ class Planner:
         """Yield uniform random numbers in [0, 1), without end.
 
         The numbers depend on the run's seed and on all arguments.
-        purpose: the name of the random stream.
         count: about how many numbers the caller needs; it decides how they are drawn.
         """
         if count < EXTRA_DRAWS:

@@ -131,8 +131,8 @@ class Replicas:
     def publish(self, versions: Versions) -> None:
         """Store the version of every replica that changed since the last call.
 
-        Replicas from whose version no job in flight started are moved to disk, if the replicas in
-        memory exceed the budget.
+        If the replicas in memory exceed the budget, move replicas to disk from whose current
+        version no job in flight started.
         """
         moved: set[int] = set()
         if not self.is_single:
@@ -155,8 +155,6 @@ class Replicas:
 
         This is the replica that serves the client now. If clients choose their replica by the loss,
         the chosen replica serves the client from now on.
-
-        results: an update or a failure for each job.
         """
         if not self.network.moves_clients:
             return jobs
@@ -389,9 +387,9 @@ class Replicas:
     def scored(self) -> tuple[Tensor, Tensor]:
         """Return the model to score: the weighted mean of vectors, [layout.shared].
 
-        If a method declares another vector for scoring, such as a mean of versions, it replaces a
-        replica's vector. The weights are those of `mean`. Also return the elementwise maximum of
-        the integer buffers, [layout.shared_counters].
+        A method may declare the vector that represents a replica, such as a mean of versions. The
+        weights are those of `mean`. Also return the elementwise maximum of the integer buffers,
+        [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 
@@ -407,8 +405,8 @@ class Replicas:
     def _mean_weights(self) -> list[float]:
         """Return the weight of each replica in the mean of all replicas.
 
-        If clients move between replicas, it is the share of all samples that the replica's clients
-        have. Otherwise the topology gives fixed weights.
+        If clients move between replicas, a replica's weight is the share of all samples that its
+        clients have. Otherwise the topology gives fixed weights.
         """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())
@@ -446,8 +444,8 @@ class Replicas:
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the replicas to their mean.
 
-        It is sqrt(sum_r w_r |x_r - m|^2). x_r are the shared parameters (without buffers) of
-        replica r, w_r is its weight, and m = sum_r w_r x_r.
+        The result is sqrt(sum_r w_r |x_r - m|^2). x_r are the shared parameters (without buffers)
+        of replica r, w_r is the weight of r, and m = sum_r w_r x_r.
         """
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]

@@ -285,7 +285,7 @@ class Selector:
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
         """Return the virtual seconds that each client needs to send its first update.
 
-        The result is float64 [len(clients)]. It is also used for later updates. It is 0 if the
+        The result, float64 [len(clients)], is also used for later updates. The values are 0 if the
         fleet does not tell how long sending takes.
         """
         if not isinstance(self._devices, DevicesWithPhases):

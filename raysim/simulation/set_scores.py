@@ -77,12 +77,11 @@ class SetScores:
         return tasks
 
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
-        """Return the tasks that score some samples, one task for each domain.
+        """Return the tasks that score some rows of the data set, one task for each domain.
 
         Return [] if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
 
         prefix: the text before the domain in a task's name.
-        rows: the rows of the samples in the data set.
         """
         domains = self.domains[rows]
         present = np.unique(domains)

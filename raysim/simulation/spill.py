@@ -185,7 +185,7 @@ class _UnnamedFile:
         """Write an array into the file.
 
         start: the position of the array in the file, in bytes.
-        total: the bytes of the whole file with this array, for the error.
+        total: the bytes of the whole file, for the error.
         Raises OSError, which names the folder, if the file cannot be written.
         """
         try:

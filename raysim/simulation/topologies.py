@@ -464,8 +464,8 @@ def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
     """Divide clients among groups in turn; return the group of each client, int64 [clients].
 
-    order: the numbers of all clients. The first one goes to group 0, the next one to group 1, and
-    so on; group 0 follows the last group.
+    order: the numbers of all clients. The first client goes to group 0, the next one to group 1,
+    and so on, again and again.
     """
     group_of = np.empty(len(order), np.int64)
     group_of[order] = np.arange(len(order)) % groups

@@ -133,8 +133,8 @@ class BatchPlanner:
         """Return the batches of a job that takes all samples in every epoch.
 
         samples: the number of the client's training samples.
-        client, participation: the client and the number of its earlier jobs. They decide the
-        shuffled order.
+        client, participation: decide the shuffled order; `participation` counts the client's
+        earlier jobs.
         """
         selected = [np.arange(samples)] * (self.local.epochs or 1)
         generator = stream(self.seed, "batches", client, participation)
@@ -144,8 +144,7 @@ class BatchPlanner:
         """Return the batches with which a model is fine-tuned before it is scored.
 
         samples: the number of training samples.
-        client, version: the client and the number of the scored version. They decide the shuffled
-        order.
+        client, version: decide the shuffled order of the samples; `version` is the scored one.
         """
         local = replace(self.local, epochs=epochs, steps=None)
         selected = [np.arange(samples)] * epochs

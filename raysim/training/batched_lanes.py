@@ -245,8 +245,8 @@ class BatchedLanes(LaneLoop[Lane]):
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
         """Make one training step; return the losses of all K lanes, a scalar for each.
 
-        Lanes without a job are computed, too. Their loss is 0, and their parameters may change.
-        busy: the lanes that have a job.
+        Lanes that are not in `busy` are computed, too. Their loss is 0, and their parameters may
+        change.
         """
         inputs, targets, weights = self._stack(busy)
         outputs = self._outputs(inputs).to(self.data.dtype).flatten(0, 1)
@@ -287,8 +287,7 @@ class BatchedLanes(LaneLoop[Lane]):
         """Stack the next batches of K lanes; return inputs, targets and the weights of samples.
 
         Inputs and targets are [K, B, ...], weights are [K, B], for B rows of each lane. Rows
-        without a sample of a job have weight 0.
-        busy: the lanes that have a job.
+        without a sample have weight 0, and so have all rows of lanes that are not in `busy`.
         """
         batches = {lane.row: lane.next_batch for lane in busy}
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())

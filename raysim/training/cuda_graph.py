@@ -33,8 +33,8 @@ def recorder(device: torch.device) -> Record:
 def _capture(compute: Compute, pool: Any) -> Compute:
     """Record a computation as a CUDA graph; return a function that replays it.
 
-    The returned tensors are valid until the next replay of a graph with the same pool.
-    pool: the handle of the graphs' GPU memory, from `torch.cuda.graph_pool_handle`.
+    The returned tensors are valid until the next replay of a graph with the same `pool` of GPU
+    memory.
     """
     graph = torch.cuda.CUDAGraph()
     with (

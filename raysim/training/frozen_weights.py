@@ -1,6 +1,7 @@
 """The frozen weights of a run with adapters: one copy for all processes of a node.
 
-No process changes them. A weight that a method changes must be a trainable parameter or a buffer.
+No process changes them. If a method changes a weight, this weight must be a trainable parameter or
+a buffer.
 """
 
 from __future__ import annotations

@@ -190,8 +190,7 @@ class Participants:
         """Return for each fact its expected value, and the process from which the value comes.
 
         A fact is an entry of `Identity.facts`. The value comes from the first process that has the
-        fact, in the order of joining.
-        new: processes that will join the run.
+        fact, in the order of joining; processes in `new` join last.
         """
         first: dict[str, tuple[str, Identity]] = {}
         for identity in [*self.all, *new]:

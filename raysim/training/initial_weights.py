@@ -60,8 +60,8 @@ class InitialWeights:
     """The tensors of a weights file as arrays, and the settings that select among them.
 
     tensors: the arrays, by their names in the file.
-    base: the checksum of the frozen weights for which the file's adapters were trained
-    (`base_sha256`); "" if the file does not say.
+    base: the checksum of the frozen weights to which the file's adapters belong; "" if the file
+    does not say.
     """
 
     init: Init

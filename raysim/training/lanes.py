@@ -83,7 +83,6 @@ L = TypeVar("L", bound=Lane)
 class LaneLoop(ABC, Generic[L]):
     """A loop that trains jobs in K lanes.
 
-    trainer: the worker's trainer.
     data: [K, layout.total], the vectors of the lanes.
     counters: [K, layout.total_counters], the integer buffers of the lanes.
     """

@@ -34,8 +34,8 @@ def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) 
 def feature_distance(local: Reals, received: Reals) -> float:
     """Return the relative distance of the features: sum_i |l_i - r_i| / sum_i |r_i|.
 
-    l_i, r_i: row i of `local` and `received` [rows, features], the features of two models. The
-    result is 0 if both are equal. Otherwise it is nan if all received features are 0.
+    l_i, r_i: row i of `local` and `received`, [rows, features]. The result is 0 if both models have
+    the same features. Otherwise it is nan if all received features are 0.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     moved = float(np.linalg.norm(local - received, axis=1).mean())
@@ -48,8 +48,8 @@ def feature_distance(local: Reals, received: Reals) -> float:
 def feature_similarity(local: Reals, received: Reals) -> float:
     """Return the mean cosine between a row of `local` and the same row of `received`.
 
-    local, received: [rows, features], the features of two models. The result is exactly 1 if both
-    are equal. A cosine counts as 1 if both rows are zero, and as 0 if only one is.
+    local, received: [rows, features], the features of two models. Equal models give exactly 1. A
+    cosine counts as 1 if both rows are zero, and as 0 if only one row is zero.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     local_squares, received_squares = (local * local).sum(axis=1), (received * received).sum(axis=1)

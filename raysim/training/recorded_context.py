@@ -40,9 +40,9 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 class Reads:
     """The names of all client data that steps have read so far: tensors and Python values.
 
-    entries: the tensors as pairs (table, key), in the order of their first reads, such as ("state",
-    "scaffold.control").
-    facts: the names of the Python values, such as "client".
+    entries: pairs (table, key), such as ("state", "scaffold.control"), in the order of their first
+    reads.
+    facts: names of Python values, such as "client".
     """
 
     entries: dict[Entry, None] = field(default_factory=dict)
@@ -244,8 +244,8 @@ class RecordedContext(Context):
         """Return a second set of all networks, by name, in eval mode and without gradients.
 
         name: a name for the set. Later calls in the step with this name ignore `values`.
-        values: [layout.total], used without a copy until the step ends. None means the model from
-        which training started.
+        values: [layout.total], used without a copy. None means the model from which training
+        started.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

@@ -66,7 +66,6 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 
     modes: the modes before: True for train mode, False for eval mode. The result has the most
     recently set mode last.
-    stages: the stages, in the order of training.
     """
     result = dict(modes)
     for stage in stages:
@@ -106,7 +105,6 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Put the modules into the train or eval modes that unrecorded steps would have set.
 
         Replayed steps set no modes; `lane.modes` has the modes instead.
-        lane: the lane of the finished job.
         """
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
@@ -176,12 +174,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
-        """Make the next step of some lanes, whose steps are of the same kind.
+        """Make the next step of some lanes, whose steps are of the same kind (`key`).
 
         The first step of a kind is unrecorded, the second step is recorded, and later steps replay
         this recording.
-
-        key: the kind, as `_key` returns it.
         """
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)

@@ -70,8 +70,8 @@ def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
     """Set the train or eval mode of networks and modules, in the order of `modes`.
 
-    An entry for a module must come after the entry for its network.
-    modes: True for train mode or False for eval mode, by name of a network or module.
+    modes: True for train mode or False for eval mode, by name. A module must come after the network
+    that contains it.
     """
     for name, training in modes.items():
         _find_module(networks, name).train(training)

@@ -217,7 +217,6 @@ class Trainer:
         base: [layout.shared], the received vector.
         counters: int64 [layout.shared_counters], the received integer buffers.
         download: further received tensors, by full name.
-        state: the client's state.
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)

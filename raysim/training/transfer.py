@@ -58,8 +58,8 @@ _dataset_tensors: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakVa
 def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the inputs and labels of a data set as tensors on the device.
 
-    On a CPU, they are views of the data set's arrays. On other devices, they are copies, which all
-    calls in a process share while the copies are in use.
+    On a CPU, both are views of the data set's arrays. On other devices, both are copies, which all
+    calls in a process share.
     """
     # Other processes have their own copies, because shared GPU memory is lost when the process that
     # allocated it dies.
@@ -96,8 +96,8 @@ class MemoryCopies:
     def copy(self, tensor: Tensor) -> np.ndarray:
         """Start to copy a tensor to CPU memory, and return the array with the copy.
 
-        The array has all values after `wait`; nobody may change the tensor before. For a CPU
-        tensor, return a view; the tensor must then never change.
+        Until `wait`, values may be missing, and nobody may change the tensor. For a CPU tensor,
+        return a view; the tensor must then never change.
         """
         if not has_own_memory(tensor.device):
             return tensor.numpy()
