@@ -165,6 +165,7 @@ class RunSpec:
     bits.
     dtype: the type of the parameters.
     score_batch: the number of samples that are scored at once.
+    profile: True measures how the time is spent.
     graph: True records and replays steps; results depend on it in the last bits.
     precision: the type of matrix products in a step.
     loss: the user's loss of each sample; None uses the loss of the task.
