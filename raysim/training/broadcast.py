@@ -18,7 +18,7 @@ class Broadcast:
 
     base: [layout.shared], the parameters and float buffers.
     counters: int64 [layout.shared_counters], the integer buffers.
-    download: the tensors of methods, by "method.name".
+    download: further tensors that methods send to clients, by "method.name".
     """
 
     base: Tensor

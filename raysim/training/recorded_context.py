@@ -162,7 +162,7 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 class Sizes:
     """The sizes of a job's batches and of its client's data, for hooks in a recorded step.
 
-    This object replaces the job's `Plan`.
+    This object replaces the job's `Plan`, without the positions of the samples.
 
     sizes: the number of samples in each batch.
     samples: the number of the client's training samples.

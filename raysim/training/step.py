@@ -309,7 +309,7 @@ class Step:
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
         """Return the views of the parameter vector that the optimizer changes.
 
-        They are one view for each slice in `group.runs` if gradients are flat tensors (`is_flat`),
+        There is one view for each slice in `group.runs` if gradients are flat tensors (`is_flat`),
         else one view for each parameter.
         """
         if self.is_flat:
