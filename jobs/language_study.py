@@ -256,7 +256,8 @@ def collect(folder: Path) -> None:
             raise ValueError(
                 f"{folder} has another base model than {STORE.name}, so the numbers of its methods "
                 "cannot be shown with the stored ones. The base model depends on the device and on the "
-                "versions of the software. Use those of the stored runs, or run all methods anew."
+                "versions of the software. Use the device and the versions of the stored runs, or run "
+                "all methods again."
             )
     for method in RATES:
         if method in present and str(SEEDS[0]) in store[method]:

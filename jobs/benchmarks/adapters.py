@@ -166,9 +166,9 @@ def measure_memory() -> None:
     size_mib = FROZEN_BYTES / 2**20
     print(
         f"The large frozen layers of the model need {size_mib:.0f} MiB in float32. Each line has "
-        "the memory of coordinator and workers together at the peak of a run. The increase is over the "
-        "run with 1 worker, 4 clients and the same number format. In brackets, it is a multiple of "
-        f"{size_mib:.0f} MiB.",
+        "the peak memory of a run: that of the coordinator and the workers together. The increase is "
+        "the difference from the run with 1 worker, 4 clients and the same number format. The "
+        f"brackets show it as a multiple of {size_mib:.0f} MiB.",
         flush=True,
     )
     for base in BASES:

@@ -86,8 +86,8 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
         plain, more = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
         print(
             f"workload {name}, {compressor!r}: a round takes {plain:.0f} ms of CPU time without "
-            f"this compressor and {more:.0f} ms with it ({added:+.1%}); a client sends "
-            f"{share:.2%} as many floats as the model has",
+            f"this compressor and {more:.0f} ms with it ({added:+.1%}); the number "
+            f"of floats that a client sends is {share:.2%} of that of the model",
             flush=True,
         )
 

@@ -246,13 +246,13 @@ def bench(
         pairs.append((without_budget, with_budget))
         ratios.append(with_budget.cpu / without_budget.cpu)
         say(
-            f"a run of {FEW:,} clients with {SHARE:.0%} of their client states in memory: "
-            f"{ratios[-1]:.2f} times the CPU time of the same run with all of them in memory"
+            f"a run of {FEW:,} clients with {SHARE:.0%} of their client states in memory takes "
+            f"{ratios[-1]:.2f} times the CPU time of the same run with all client states in memory"
         )
     say(
-        f"a run of {FEW:,} clients with {SHARE:.0%} of their client states in memory: "
-        f"{statistics.median(ratios):.2f} times the CPU time of the same run with all of them in "
-        f"memory (median of {blocks} measurements)"
+        f"a run of {FEW:,} clients with {SHARE:.0%} of their client states in memory takes "
+        f"{statistics.median(ratios):.2f} times the CPU time of the same run with all client "
+        f"states in memory (median of {blocks} measurements)"
     )
     runs = [run for pair in pairs for run in pair]
     if clients:

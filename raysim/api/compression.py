@@ -220,8 +220,9 @@ class Compressor(Method):
         keeps_messages = type(self).initial is not Compressor.initial
         if not keeps_messages and type(self).keep is not Compressor.keep:
             raise TypeError(
-                f"{type(self).__name__} overrides keep but not initial, so nothing would be kept. "
-                "Let initial return the tensor for a sender's first message."
+                f"{type(self).__name__} defines the function 'keep' but not 'initial'. Define "
+                "'initial' too: it returns the tensor that encode gets as kept for a sender's "
+                "first message."
             )
         if has_memory and self.compresses_up:
             # Empty in place of zeros: most of a first job's cost would be to make and add them.

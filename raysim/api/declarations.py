@@ -302,8 +302,8 @@ class Local:
         above("local.lr", self.lr, 0)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
-                f"local.epochs={self.epochs} and local.steps={self.steps}: exactly one of them "
-                "must be set. Set the other to null."
+                f"local.epochs={self.epochs} and local.steps={self.steps}: set one of them to a "
+                "number, and the other one to null."
             )
         at_least("local.epochs", self.epochs if self.epochs is not None else 1, 1)
         at_least("local.steps", self.steps if self.steps is not None else 1, 1)

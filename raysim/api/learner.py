@@ -346,13 +346,14 @@ class LearnerNetwork(nn.Module):
                 if array.shape != tuple(tensor.shape):
                     raise HookError(
                         f"{type(self.learner).__name__} returned '{name}' of shape "
-                        f"{list(array.shape)} instead of {list(tensor.shape)}. Keep the shape."
+                        f"{list(array.shape)} instead of {list(tensor.shape)}. Do not "
+                        "change the shapes of parameters."
                     )
                 kind, dtype = array.dtype.kind, self.dtypes[name]
                 if kind not in ("fiub" if dtype.kind == "f" else "iub"):
                     raise HookError(
                         f"{type(self.learner).__name__} returned '{name}' of type {array.dtype} "
-                        f"instead of {dtype}. Keep the type."
+                        f"instead of {dtype}. Do not change the types of parameters."
                     )
                 tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 

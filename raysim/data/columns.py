@@ -431,8 +431,8 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
         highest = int(values.cast(value_type).to_numpy(zero_copy_only=False).max(initial=0))
         if highest >= 2**63:
             raise ValueError(
-                f"{place}: column {name} has the label {highest}, and labels are below {2**63}. "
-                "Correct it."
+                f"{place}: column {name} has the label {highest}, but labels must be below "
+                f"{2**63}. Correct it."
             )
         values = values.cast(pa.int64())
     if pa.types.is_fixed_size_list(column.type):

@@ -111,8 +111,8 @@ def _read_split_file(path: Path) -> list[PictureFile]:
     for line, row in enumerate(rows, 2):
         if any(value is None or "\0" in value for value in row):
             raise ValueError(
-                f"{path}, line {line} does not have all of path, domain, class and split. Correct "
-                "it."
+                f"{path}, line {line}: the value of path, domain, class or split is missing or "
+                "contains a NUL character. Correct it."
             )
         pictures.append(PictureFile(*row))
     for picture in pictures:

@@ -125,9 +125,9 @@ class Partitioner:
             )
         if self.test_fraction is None and type(self).tests is Partitioner.tests:
             raise ValueError(
-                "partition.test_fraction=null needs partition=domain or partition=domain_class: "
-                "these test each client on the central test samples of the client's domain, which "
-                "no other partition of raysim does. Set a share such as 0.2."
+                "partition.test_fraction=null tests each client on the central test samples of its "
+                "domain. Of raysim's partitions, only partition=domain and partition=domain_class "
+                "do this. Choose one of them, or set a share such as partition.test_fraction=0.2."
             )
         self.check()
 

@@ -206,10 +206,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         references = [f"{key}={value}" for key, value in values.items() if "${" in str(value)]
-        reference = references[0] if references else "a ${...} in the configuration"
+        place = references[0] if references else "the configuration"
         raise RefusedError(
-            f"{reference} cannot be replaced by the value of a key "
-            f"({first_line(error).rstrip('.')}). Write the value itself in place of the reference."
+            f"{place}: the reference ${{...}} to another key cannot be resolved "
+            f"({first_line(error).rstrip('.')}). Write the value itself in its place."
         ) from error
     return config
 
@@ -375,8 +375,8 @@ def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) 
                 OmegaConf.update(result, key, value, merge=False, force_add=True)
             except (OmegaConfBaseException, ValueError, TypeError) as error:
                 raise RefusedError(
-                    f"{key}: the stored configuration cannot hold this key, so its file seems to "
-                    "be damaged. Restore the file."
+                    f"{key}: this key cannot be set in the stored configuration, so the file of "
+                    "that configuration seems to be damaged. Restore the file."
                 ) from error
         if set_key in config.choices:
             OmegaConf.update(result, f"choices.{set_key}", config.choices[set_key])

@@ -100,7 +100,9 @@ def single_override(text: str) -> SettingOverride:
             advice += f"; {key}={'+'.join(override.choice_texts)} is a list"
         elif "/" in text:
             advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
-        raise RefusedError(f"'{text}' gives several values, but a run has one value. {advice}")
+        raise RefusedError(
+            f"'{text}' gives several values, but a run needs one value for {key}. {advice}"
+        )
     return override
 
 

@@ -135,9 +135,9 @@ class FedBN(Method):
             )
         if reestimate and scope not in ("all", "statistics"):
             raise ValueError(
-                "method.fedbn.reestimate=true needs statistics that stay on the clients, but "
-                f"with method.fedbn.scope={scope} clients share them. Set method.fedbn.scope=all "
-                "or method.fedbn.scope=statistics."
+                "method.fedbn.reestimate=true needs BatchNorm statistics that stay on the clients, "
+                f"but with method.fedbn.scope={scope} clients send them to the server. Set "
+                "method.fedbn.scope=all or method.fedbn.scope=statistics."
             )
         self.scope = scope
         self.layers = one_of("method.fedbn.layers", layers, get_args(KeptLayers))

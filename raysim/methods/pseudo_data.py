@@ -74,11 +74,10 @@ class PseudoData:
                 "method.fedbr.pseudo=rsm."
             )
         if self.fresh and (is_mixture or self.refresh == "once"):
+            other = "pseudo=mixture" if is_mixture else "pseudo_refresh=once"
             raise ValueError(
                 "method.fedbr.fresh=true draws new means of the clients' data in every round, "
-                "which is impossible with method.fedbr.pseudo=mixture or "
-                f"method.fedbr.pseudo_refresh=once (here {self.kind} and {self.refresh}). Set "
-                "method.fedbr.fresh=false."
+                f"which is impossible with method.fedbr.{other}. Set method.fedbr.fresh=false."
             )
 
     @functools.cached_property

@@ -70,9 +70,9 @@ class TrimmedMean(Method):
         """Warn if aggregations have so few updates that none is left out."""
         if self.share and not num_trimmed(run.max_updates, self.share):
             run.warn(
-                f"method.trimmed_mean.share={self.share:g}: no update is left out, because this "
-                f"share of an aggregation's updates (at most {run.max_updates}) is less than one "
-                "update. Increase method.trimmed_mean.share, or aggregate more updates."
+                f"method.trimmed_mean.share={self.share:g}: an aggregation has at most "
+                f"{run.max_updates} updates, and this share of them is less than one update. So no "
+                "update is left out. Increase method.trimmed_mean.share, or aggregate more updates."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

@@ -50,8 +50,9 @@ class ResNet(ModelRecipe):
         one_of("model.stem", self.stem, get_args(ResNetStem))
         if self.pretrained and (self.norm, self.stem) != ("batch", "imagenet"):
             raise ValueError(
-                f"model.pretrained=true has no weights for model.norm={self.norm} with "
-                f"model.stem={self.stem}. Set model.norm=batch and model.stem=imagenet."
+                "model.pretrained=true: there are no pretrained weights for "
+                f"model.norm={self.norm} with model.stem={self.stem}. Set model.norm=batch and "
+                "model.stem=imagenet, or model.pretrained=false."
             )
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:

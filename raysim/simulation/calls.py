@@ -110,7 +110,8 @@ class WorkerCalls:
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, and no other process has its sums of updates"
+                    f"worker {call.worker} is lost, and with it the sums of updates that only this "
+                    "worker had"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:
@@ -376,14 +377,15 @@ class WorkerCalls:
         if has_states:
             raise ProcessLostError(
                 f"{name} {node.reason}, and no other node has a copy of the client states that "
-                "were on it"
+                "this node had"
             )
         if not remaining:
             raise ProcessLostError(f"{name} {node.reason}, and no other worker is left")
         for call in calls:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"{name} {node.reason}, and its sums of updates are on no other node"
+                    f"{name} {node.reason}, and no other node has a copy of the sums of updates "
+                    "that this node had"
                 )
         if worker in self.active:
             self.active.remove(worker)

@@ -273,9 +273,9 @@ class Checkpoints:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} began to write checkpoints to {store} after this run "
-                "did, so this run no longer writes there; set another out or checkpoint.folder for "
-                "one of the two runs"
+                f"{writer.partition(' (')[0]} now also writes checkpoints to {store}. It was "
+                "the last to begin, so this run no longer writes there; set another out or "
+                "checkpoint.folder for one of the two runs"
             )
 
     def _continue_log(self, store: Store) -> None:

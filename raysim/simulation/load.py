@@ -303,9 +303,10 @@ def make_planner(
     if declarations.step_words is not None:
         if spec.selection.measures:
             raise ValueError(
-                f"selection={type(spec.selection).__name__} measures losses, for which clients "
-                "must receive whole models, but compression.direction compresses the models that "
-                "clients receive. Set compression.direction=up, or choose another selection."
+                f"selection={type(spec.selection).__name__} measures losses of clients. For "
+                "this, clients need the exact model of the server, but compression.direction "
+                "compresses the models that clients receive. Set compression.direction=up, or "
+                "choose another selection."
             )
         parameters = declarations.layout.trained
         messages = StepMessages(declarations.step_words, parameters, len(counts))

@@ -301,11 +301,14 @@ class Selector:
         Raises SelectionError if the rule does not declare `measures`, or measures twice in one
         decision.
         """
-        if not self.rule.measures or self.loss_pass is not None:
+        if not self.rule.measures:
             raise SelectionError(
-                f"{self.name}: select called view.measure for the second time in one decision, "
-                "or its class does not declare measures = True. Write measures = True in the "
-                "class, and call view.measure only once."
+                f"{self.name}: select calls view.measure, but its class does not declare that it "
+                "measures losses. Write measures = True in the class."
+            )
+        if self.loss_pass is not None:
+            raise SelectionError(
+                f"{self.name}: select called view.measure twice in one decision. Call it only once."
             )
         facts = self._facts
         most = math.inf if samples is None else samples

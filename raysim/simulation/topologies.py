@@ -75,16 +75,16 @@ class Hierarchical(Topology):
         able = int(np.count_nonzero(federation.counts))
         if self.edges > able:
             raise ValueError(
-                f"topology.edges={self.edges} is more than the {able} clients with samples. Set "
-                f"topology.edges={able} or less."
+                f"topology.edges={self.edges}: each edge server needs a client with samples, but "
+                f"only {able} clients have samples. Set topology.edges={able} or less."
             )
         edge_of = self._edge_of(federation)
         weights = np.bincount(edge_of, federation.weights, minlength=self.edges)
         if not weights.all():
             edge = int(np.flatnonzero(weights == 0)[0])
             raise ValueError(
-                f"topology.edges={self.edges} leaves edge {edge} without clients that have "
-                "samples. Decrease topology.edges, or set topology.assign=random."
+                f"topology.edges={self.edges} leaves edge server {edge} without clients that "
+                "have samples. Decrease topology.edges, or set topology.assign=random."
             )
         shares = weights / weights.sum()
         normal = stream(federation.seed, "topology.bandwidth").standard_normal(self.edges)
@@ -184,8 +184,8 @@ class Clustered(Topology):
         able = int(np.count_nonzero(federation.counts))
         if self.clusters > able:
             raise ValueError(
-                f"topology.clusters={self.clusters} is more than the {able} clients with samples. "
-                f"Set topology.clusters={able} or less."
+                f"topology.clusters={self.clusters}: each cluster needs a client with samples, but "
+                f"only {able} clients have samples. Set topology.clusters={able} or less."
             )
         chosen_by_loss, rule = self.rule == "loss", None
         summary = "each client trains the one with the smallest loss"

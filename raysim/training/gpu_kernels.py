@@ -160,7 +160,7 @@ class NoReading(TorchFunctionMode):
         """
         if func in _READING:
             raise RuntimeError(
-                f"`{func.__name__}` reads the value of a tensor in Python, but a recording repeats "
-                "only tensor operations; use tensor operations in place of this value"
+                f"`{func.__name__}` reads the value of a tensor in Python, but a recorded step "
+                "repeats only tensor operations; compute with the tensor instead of its value"
             )
         return func(*args, **(kwargs or {}))

@@ -236,8 +236,8 @@ class InitialWeights:
             )
         if not bool(value.to(target.dtype).isfinite().all()):
             raise ValueError(
-                f"{where} has values that are nan or infinite in {target.dtype}. Choose another "
-                "file."
+                f"{where} has values that are nan or infinite after the conversion to "
+                f"{target.dtype}, the type that the run needs. Choose another file."
             )
 
 

@@ -250,7 +250,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             method = written.partition(".")[0]
             raise LanesError(
                 f"runtime.graph=true: method '{method}' writes {written} to job.upload or "
-                "job.report in a step, which a recording does not repeat. "
+                "job.report in a step, but a recorded step would not write it again. "
                 "Write it in the method's hook `end`, or set runtime.graph=false."
             )
         return loss, ctx.changed()

@@ -39,18 +39,19 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
         raise LanesError(f"{key}: {reason}. Set runtime.graph=false and runtime.lanes=1.")
     trainer = declarations.declarer("train")
     if trainer is not None and (spec.graph or spec.lanes > 1):
-        key, action = f"runtime.lanes={spec.lanes}", "computed for several clients"
+        key, action = f"runtime.lanes={spec.lanes}", "computed for several clients at once"
         if spec.graph:
             key, action = "runtime.graph=true", "recorded"
         raise LanesError(
-            f"{key}: method '{trainer.method}' trains without raysim's steps, but only those can "
-            f"be {action}. Set runtime.graph=false and runtime.lanes=1."
+            f"{key}: method '{trainer.method}' trains clients without raysim's own training steps, "
+            f"but only these steps can be {action}. Set runtime.graph=false and runtime.lanes=1."
         )
     if spec.graph:
         if is_stochastic(*declarations.networks.values()):
             raise LanesError(
                 "runtime.graph=true: the model draws random numbers in its steps (dropout or "
-                "noise), which a recording would repeat. Set runtime.graph=false."
+                "noise), but a recorded step would use the same numbers each time. Set "
+                "runtime.graph=false."
             )
     elif spec.lanes > 1:
         obstacle = _obstacle(spec, declarations)

@@ -422,9 +422,9 @@ def main(
     finally:
         cluster.disconnect()
     print(
-        f"seconds per round with {options.workers} processes of one thread, in raysim and in loops "
-        f"of plain PyTorch (medians of {blocks} measurements). ratio: raysim's seconds divided by "
-        "those of the loop. promised: the highest ratio that raysim promises"
+        f"seconds per round with {options.workers} processes of one thread each, in raysim and in "
+        f"loops of plain PyTorch (medians of {blocks} measurements). ratio: raysim's seconds "
+        "divided by those of the loop. promised: the highest ratio that raysim promises"
     )
     print(_table(results, options.floor))
     settings = {

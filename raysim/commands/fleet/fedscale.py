@@ -116,8 +116,8 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
     for client, values in clients.items():
         if not isinstance(values, dict) or key not in values:
             raise ValueError(
-                f"{file} is not the right pickle of FedScale, because client {client} has no "
-                f"{key!r}. Give the file client_device_capacity first, and the file "
+                f"{file} is another file than expected, because client {client} has no {key!r}. "
+                "Give FedScale's file client_device_capacity first, and its file "
                 "client_behave_trace second."
             )
     return clients

@@ -94,8 +94,9 @@ class SweepResult:
                 scored.append((values[0], trial))
         if not scored:
             raise ValueError(
-                f"metric={name}: no trial has a finite value in this column of its last row. Give "
-                "another column of the history."
+                f"metric={name}: trials are ranked by this column in the last row of their "
+                "history, but no trial has a finite number there. Give another column of the "
+                "history."
             )
         choose = max if direction == "max" else min
         return choose(scored, key=lambda pair: pair[0])[1]

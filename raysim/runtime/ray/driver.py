@@ -239,17 +239,17 @@ def _choose_gpu_share(
         states = f", and client states need {format_bytes(clients * need.state)}"
     if not fitting:
         raise ValueError(
-            f"device=cuda: a job needs {job}{states}, but a GPU has {room}. Decrease local.batch, "
-            "or set device=cpu."
+            f"device=cuda: a job needs {job} of memory{states}, but on a GPU only {room} can be "
+            "used. Decrease local.batch, or set device=cpu."
         )
     workers = "1 worker" if fitting == 1 else f"{fitting} workers"
     say(f"a job needs {job} of memory{states}, so a GPU has room for {workers}")
     if options.gpus is not None:
         if options.gpus < gpu_share(fitting):
             raise ValueError(
-                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU with "
-                f"{room}, but each needs {job}. Set runtime.gpus={gpu_share(fitting):g} for "
-                f"{workers} on a GPU."
+                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU, on "
+                f"which they can use {room} of memory together, but each needs {job}{states}. Set "
+                f"runtime.gpus={gpu_share(fitting):g} for {workers} on a GPU."
             )
         return options.gpus
     other = {name: amount for name, amount in per_worker.items() if name != "GPU"}
