@@ -1027,7 +1027,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
     count = {"convert": 2, "check": 1}[action]
     if len(files) != count:
         raise RefusedError(
-            f"fleet {action}: it needs {count} files, but {len(files)} are given. See "
+            f"fleet {action}: the number of files must be {count}, not {len(files)}. See "
             "raysim fleet -h."
         )
     from raysim.commands.fleet.fedscale import convert

@@ -112,8 +112,9 @@ def _check_renamed(method: Method) -> None:
         if name in _RENAMED:
             hook = _RENAMED[name]
             raise ValueError(
-                f"method '{method.name}': the hook '{name}' was replaced by '{hook}'. Use "
-                f"'{hook}', or rename the function '{name}'. See help(raysim.Method)."
+                f"method '{method.name}': raysim has no hook '{name}' any more. Use the hook "
+                f"'{hook}' instead, or rename the function '{name}' if it is not meant as a hook. "
+                "See help(raysim.Method)."
             )
 
 

@@ -203,7 +203,8 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             method, _, name = key.partition(".") if "." in key else ("", "", key)
             owner = f" of method '{method}'" if method else ""
             raise HookError(
-                f"job.upload['{name}']{owner} is not declared, so traffic would not count it. "
+                f"job.upload['{name}']{owner} is not declared, so the traffic of the run would be "
+                "counted without it. "
                 f'Declare it in the method\'s setup: run.upload("{name}", floats).'
             )
     for declared in declarations.methods:

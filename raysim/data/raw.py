@@ -165,7 +165,7 @@ class Source:
             "data.crop_area",
             area,
             len(area) == 2 and 0 < area[0] <= area[1] < math.inf,
-            "[lowest, highest] share of the image, above 0 and in this order",
+            "two shares of the image, [lowest, highest], both above 0 and the lowest first",
         )
         between("data.jitter", self.jitter, 0, 0.5)
         between("data.grey", self.grey, 0, 1)

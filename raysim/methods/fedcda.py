@@ -350,7 +350,7 @@ class FedCDA(Method):
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))
         remedy = f"method.fedcda.memory={fitting}" if fitting else ""
-        what = f"models (memory={self.memory})"
+        what = f"stored models (method.fedcda.memory={self.memory})"
         check_budget("method.fedcda", clients, self.memory * model_bytes, self.budget, what, remedy)
         _check_search(self.memory, self.batches, min(clients, server.max_updates))
         return self.memory, len(server.vector)

@@ -484,7 +484,7 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
     for key, value, needed in needs:
         if value:
             raise ValueError(
-                f"{key}={value} needs {needed}, which '{declared.method}' does not have. Leave "
+                f"{key}={value} needs {needed}, but '{declared.method}' does not have them. Leave "
                 f"{key} out."
             )
 

@@ -36,7 +36,10 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
     reason = _unbatched_steps(spec.settings.local)
     if reason and (spec.graph or spec.lanes > 1):
         key = "runtime.graph=true" if spec.graph else f"runtime.lanes={spec.lanes}"
-        raise LanesError(f"{key}: {reason}. Set runtime.graph=false and runtime.lanes=1.")
+        raise LanesError(
+            f"{key}: training steps {reason} can be neither recorded nor computed for several "
+            "clients at once. Set runtime.graph=false and runtime.lanes=1."
+        )
     trainer = declarations.declarer("train")
     if trainer is not None and (spec.graph or spec.lanes > 1):
         key, action = f"runtime.lanes={spec.lanes}", "computed for several clients at once"
@@ -64,13 +67,16 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
 
 
 def _unbatched_steps(local: Local) -> str:
-    """Return why a setting forbids lanes and recordings; "" if no setting does."""
+    """Return the property of steps that forbids lanes and recordings; "" if there is none."""
     if local.optimizer == "muon":
-        return "local.optimizer=muon orthogonalises the matrices of one client"
+        return "with local.optimizer=muon"
     if local.rates:
-        return "local.rates gives parts of the model optimizers of their own"
+        return "with local.rates"
     if local.schedule_over == "steps" or local.warmup_steps:
-        return "the learning rate changes from step to step (local.schedule_over, warmup_steps)"
+        return (
+            "whose learning rate changes from step to step (local.schedule_over, "
+            "local.warmup_steps)"
+        )
     return ""
 
 
@@ -84,7 +90,8 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
     methods = step_methods(declarations)
     if methods:
         return (
-            f"method '{methods[0]}' takes part in the step, which is possible only for one client"
+            f"method '{methods[0]}' changes the training step, which is possible only if clients "
+            "are trained one at a time"
         )
     if spec.task.objective.has_ignored:
         return "the loss of a batch is a mean over labels, not over samples"

@@ -89,8 +89,8 @@ def check_budget(
         return
     alternative = f"{less}, or set " if less else ""
     raise ValueError(
-        f"{key}.budget={budget:g} GiB is less than the {needed:.3g} GiB of {what} of {clients} "
-        f"clients. Set {alternative}{key}.budget={math.ceil(100 * needed) / 100:g}."
+        f"{key}.budget={budget:g} allows {budget:g} GiB, but the {what} of {clients} clients need "
+        f"{needed:.3g} GiB. Set {alternative}{key}.budget={math.ceil(100 * needed) / 100:g}."
     )
 
 

@@ -245,7 +245,7 @@ NAMES = "its hooks and what it keeps have names that fit"
         ),
         (users_method(), "method 'mine' overrides no hook"),
         (users_method(end=lambda self: None), "def end(self, job)"),
-        (users_method(finish=lambda self, ctx: None), "'finish' was replaced by 'end'"),
+        (users_method(finish=lambda self, ctx: None), "no hook 'finish' any more"),
     ],
 )
 def test_check_finds_misspelt_hook(method: Method, text: str) -> None:

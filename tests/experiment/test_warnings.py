@@ -174,7 +174,7 @@ def own(name: str = "mine", **attributes: Any) -> Method:
         (own(loss=0.5), "method 'mine' sets loss=0.5"),
         (
             own(finish=lambda self, ctx: None),
-            "method 'mine': the hook 'finish' was replaced by 'end'",
+            "method 'mine': .* no hook 'finish' .* 'end'",
         ),
     ],
 )

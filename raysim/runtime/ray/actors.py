@@ -683,8 +683,8 @@ class RayRuntime:
         if late:
             workers = ", ".join(f"worker {answers.index(answer)}" for answer in late)
             raise ProcessLostError(
-                f"{workers}: no start within {timeout_s:g} s. Read Ray's logs, which each node has "
-                "in /tmp/ray/session_latest/logs"
+                f"{workers} did not start within {timeout_s:g} s. Read Ray's logs, which each node "
+                "has in /tmp/ray/session_latest/logs"
             )
         identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
         known = [identity for identity in identities if identity is not None]
