@@ -244,8 +244,8 @@ class RecordedContext(Context):
         """Return a second set of all networks, by name, in eval mode and without gradients.
 
         name: a name for the set. Later calls in the step with this name ignore `values`.
-        values: [layout.total], used without a copy. None means the model from which training
-        started.
+        values: [layout.total], used without a copy until the step ends. None means the model from
+        which training started.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

@@ -64,8 +64,9 @@ def stacked_rows(flat: Tensor, count: int, alignment: int) -> Tensor:
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
     """Return the modes of neural networks and modules after some stages.
 
-    modes: the modes before: True for train mode, False for eval mode. The result has the most
-    recently set mode last.
+    modes: the modes before the stages: True for train mode, False for eval mode. The result has the
+    most recently set mode last.
+    stages: the stages, in the order of training.
     """
     result = dict(modes)
     for stage in stages:
