@@ -206,9 +206,9 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
     say(
         "thousands of events (dispatches and ends of jobs) that the planner simulates per CPU "
-        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Each row has a "
-        "schedule; the last row has the most memory that the planner needed with any schedule. "
-        "Each column has a fleet; the last column has the log-normal fleet with selection=oort"
+        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight, by schedule and fleet. "
+        "The last row is the largest memory of the planner. The last column is the log-normal "
+        "fleet with selection=oort"
     )
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)

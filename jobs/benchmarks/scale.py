@@ -188,7 +188,7 @@ class ManyWorkers:
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call a method of the real worker `worker` modulo the number of real workers.
+        """Call a method of a real worker, whose number is `worker` modulo the number of real workers.
 
         Return references to the values that the method returns.
         """

@@ -231,8 +231,8 @@ def bench(
         checkpoints.append(cost)
         say(
             f"writing a checkpoint takes {cost.seconds:.3f} s (CPU time {cost.cpu:.3f} s) if the "
-            f"client states of {cost.what} have changed; it then has {cost.states:,} bytes of new "
-            "client states"
+            f"client states of {cost.what} have changed; this checkpoint has {cost.states:,} "
+            "bytes of new client states"
         )
 
     state_bytes = 4 * build_networks(stateful_run(FEW, 1, None))[1].shared

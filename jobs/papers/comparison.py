@@ -434,7 +434,7 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines that say to which rows of a paper's table a run belongs, and how it differs.
 
     labels: maps each difference from the paper's setting to the labels of the rows with this
-    difference; "" means no difference. Empty if the run belongs to no row.
+    difference; the key "" means no difference. If the run belongs to no row, `labels` is empty.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -548,7 +548,7 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 
 
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """Yield a text table for each column of the paper's table, and then a legend of the marks.
+    """Yield text tables, one for each column of the paper's table; then a legend of the marks.
 
     A mark such as [a] means that a row's runs have other hyperparameters of the methods than the
     paper.

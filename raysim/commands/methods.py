@@ -24,7 +24,7 @@ INDENT = "    "
 class MethodEntry:
     """A method, as `raysim methods` shows it.
 
-    option: the option of `method=` that selects the method, possibly with other methods.
+    option: the value of `method=` that selects the method. It may select other methods, too.
     paper: the source, or "".
     about: one line that says what the method does.
     texts: the docstrings of the method's module and class.

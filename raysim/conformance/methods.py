@@ -204,9 +204,9 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
-    """Return the name of the field that contains one of the secrets, such as "`report`".
+    """Return the name of the field of a result that contains a secret, such as "`report`".
 
-    Return "a part" if neither an update nor the field `sums` contains a whole secret.
+    If no field contains all bytes of a secret, return "a part".
     """
     parts = [
         vars(answer) if isinstance(answer, Failure) else answer._asdict()

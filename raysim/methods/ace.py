@@ -168,8 +168,8 @@ class ACE(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state: each client's last update, and the sum of the active updates.
 
-        Active updates count in the server's step. The state also stores each update's base version,
-        and whether the update was active in the last step.
+        The server's step is computed from the active updates. The state also stores each update's
+        base version, and whether the update was active in the last step.
         """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")

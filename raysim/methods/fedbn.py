@@ -154,16 +154,17 @@ class FedBN(Method):
             return
         if self.name_rule is not None:
             run.warn(
-                f"method.fedbn.name_rule={self.name_rule}: no tensor of the model has this text in "
-                f"its name and is selected by method.fedbn.scope={self.scope}, so the run equals "
-                "FedAvg. Set method.fedbn.name_rule=null to find BatchNorm layers by their type."
+                f"method.fedbn.name_rule={self.name_rule}: no name of a tensor contains this text, "
+                f"among the tensors that method.fedbn.scope={self.scope} selects. So the run "
+                "equals FedAvg. Set method.fedbn.name_rule=null to find BatchNorm layers by their "
+                "type."
             )
         else:
             kind = "BatchNorm" if self.layers == "batch" else "normalisation layer"
             run.warn(
-                f"method 'fedbn' finds no {kind} with tensors of method.fedbn.scope={self.scope} "
-                "in the model and runs as FedAvg. Choose a model with BatchNorm, such as "
-                "model=small_cnn model.norm=batch."
+                f"method 'fedbn' finds no {kind} in the model whose tensors "
+                f"method.fedbn.scope={self.scope} selects, so the run equals FedAvg. Choose a "
+                "model with BatchNorm, such as model=small_cnn model.norm=batch."
             )
 
     def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:

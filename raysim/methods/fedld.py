@@ -107,9 +107,10 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return the mean cross-entropy of logits times 1 - sigmoid(margin / temperature).
+    """Return the mean cross-entropy of damped logits.
 
-    The margin of a row is the label's logit minus the largest other logit.
+    The logits of each row are multiplied by 1 - sigmoid(margin / temperature). The margin of a row
+    is the label's logit minus the largest other logit.
     logits: [B, C].
     labels: int64 [B].
     """

@@ -24,7 +24,8 @@ def better_direction(
     """Return +1 if a higher value is better, -1 if a lower one is better, 0 if it is unknown.
 
     metric: a key of the summary.
-    is_error: True if lower scores of the main metric, such as "final", are better.
+    is_error: True if a lower value of the main metric is better. Keys such as "final" then have
+    the direction of the main metric.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1

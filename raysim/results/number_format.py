@@ -104,7 +104,8 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
     value: None, for a missing number, becomes "–".
-    like: the mean, if `value` is a standard deviation, which then gets one decimal; else None.
+    like: if `value` is a standard deviation, the mean that it belongs to; else None. A standard
+    deviation is written with one decimal.
     """
     if value is None:
         return MISSING

@@ -502,9 +502,10 @@ def replay(
 
 
 def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: bool) -> None:
-    """Send a stored run to MLflow: the rows that the server lacks, and the end of an ended run.
+    """Send to MLflow the rows of a stored run that the server lacks.
 
-    The files of a run in progress are only read. Errors of the server are raised.
+    If the run has ended, also send its end, and then mark it as sent in its folder. Errors of the
+    server are raised.
     record: the result of `read_record(folder)`.
     is_open: True if `server.open` was already called for this run.
     """

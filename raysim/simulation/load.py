@@ -116,8 +116,9 @@ class Loads:
     """A callable that computes the `Load` of a job: samples to process, floats received and sent.
 
     counts: int64 [clients], the number of training samples of each client.
-    sent_floats: returns how many floats of a tensor a client receives now. Its arguments are the
-    client and the tensor's full name, "method.name". None means the sizes of version 0.
+    sent_floats: a function of a client and of a tensor's full name, "method.name". It returns how
+    many floats of the tensor the client would receive now. If sent_floats is None, each tensor has
+    the size that it had in version 0.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ class RepeatedOutputs(Outputs):
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """Return the output stored as `name`; compute and store it at the first use.
 
-        All stored outputs are at the shifted parameters. If the first pass also computed this
-        output, both computations draw the same random numbers.
+        The second pass computes all outputs with the shifted parameters of the model. If the first
+        pass also computed this output, both passes draw the same random numbers for it.
         """
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:

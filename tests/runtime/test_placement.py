@@ -758,7 +758,7 @@ def _huge_job(_: Any) -> MemoryNeed:
 def _fits(
     options: RayOptions, job: Any, most: int, device: str = "cuda", remotely: bool = False
 ) -> tuple[Size | str, list[str]]:
-    """Plan the workers of a run; return the plan or the error's text, and the user's messages.
+    """Plan the workers of a run; return the plan or the error's text, and the printed messages.
 
     job: returns the memory of a job.
     most: the number of clients in flight.

@@ -1,8 +1,8 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
 As in the authors' code, the loss contains the mean norm of the representation, and references stay
-on clients by default. The score of a class is the log of its mean probability over some noise
-draws, the same for all inputs.
+on clients by default. The score of a class is the log of its mean probability over several draws of
+noise. All inputs have the same draws.
 """
 
 from __future__ import annotations

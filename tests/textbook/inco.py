@@ -52,12 +52,12 @@ def inco(
     """Compute a run of InCo, which mixes updates of an early layer into those of later layers.
 
     Later layers are the convolutions of the second residual block. The early layer is the first
-    block's second convolution. The mixture is scaled by the mean of both norms.
+    block's second convolution. The mixture is scaled by the mean of the two updates' norms.
     kernels: True mixes each kernel, a slice [o, i], and not the whole convolution.
     always: False mixes only updates with a negative dot product, as in the paper. True follows the
     authors' code.
     most: the largest weight of the early layer.
-    clip: the largest absolute value of an entry.
+    clip: the largest absolute value of an entry of a later layer's update.
     """
     names = trainable(world.start)
 

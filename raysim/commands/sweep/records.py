@@ -131,10 +131,10 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return the pairs (round, value of the compared column) of a trial.
+        """Return pairs (round, value) of the compared column, for the rounds that have a value.
 
-        Rounds without a value are left out. The list is empty unless the trial ended before the
-        sweep was continued.
+        Only a trial that ended before the sweep was continued has pairs; the list of any other
+        trial is empty.
         """
         if number not in self._ended_before:
             return []

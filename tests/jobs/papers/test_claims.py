@@ -171,7 +171,7 @@ def test_study_command_of_a_paper_setting_contains_the_overrides_of_that_setting
 
 
 @pytest.mark.slow
-def test_study_command_of_a_paper_setting_runs_the_methods_of_its_claims(tmp_path: Path) -> None:
+def test_study_of_a_setting_runs_all_methods_that_claims_compare_there(tmp_path: Path) -> None:
     methods_by_command: dict[str, set[tuple[str, str]]] = {}
     for claim in ALL:
         for setting in map(find_setting, claim.settings):
