@@ -98,10 +98,12 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
-    l1 and l2 are those of `label_terms`. l3 is lam times the inner product of the mean input and
-    the gradient of l1 with respect to the input, a mean over the batch.
+    l1 and l2 are those of `label_terms`. For l3, each sample's inner product is computed between
+    its mean input and the gradient of its l1 with respect to its input. l3 is lam times the mean
+    of these products over the batch.
     logits: [B, C], the outputs of the model for `inputs`.
-    inputs: [B, ...], the batch's inputs times 1 - lam, which must require a gradient.
+    inputs: [B, ...], the batch's inputs, already multiplied by 1 - lam. The tensor must have
+    `requires_grad`.
     labels: int64 [B].
     mean_inputs, mean_targets: [B or 1, ...] and [B or 1, C].
     taylor_scale: "public" divides l3 by the batch size B, "paper" does not.

@@ -61,9 +61,10 @@ class Statistics(TypedDict):
     """Statistics of the D features of a client's samples.
 
     variance: the sum of the estimated variances of the entries of `weighted_means`.
-    weighted_means: the mean features of each class times the class's share of the samples, [C, D].
-    class_means: the mean features of each class, [C, D]; zeros for a class without samples.
-    class_counts: the samples of each class, int64 [C].
+    weighted_means: [C, D], the mean features of each class, multiplied by the share of the client's
+    samples that are in the class.
+    class_means: [C, D], the mean features of each class; zeros for a class without samples.
+    class_counts: int64 [C], the number of samples of each class.
     """
 
     variance: float

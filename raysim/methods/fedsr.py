@@ -14,8 +14,8 @@ Departures from the paper
 - As in the authors' code, the penalty is the norm, not its square. r_mu, r_sigma and s stay on the
   client, unless share_reference=True.
 - Clients have the run's aggregation weights; the authors' code has equal weights.
-- As in the authors' code, the mean softmax over `samples` draws of z is scored. Here all inputs
-  have the same draws.
+- As in the authors' code, a model is scored with the mean of the softmax over `samples` draws of z.
+  Here all inputs have the same values of the noise eps in these draws.
 - With Mixup, the KL uses the class of the larger weight.
 """
 
@@ -77,10 +77,11 @@ def conditional_information_penalty(
 class Gaussian(Classifier):
     """A classifier whose features are drawn from N(mu, sigma^2) in training.
 
-    In evaluation, `features` returns mu, and `forward` averages the predictions of `samples` fixed
-    draws.
+    In evaluation, `features` returns mu, and `forward` averages the predictions for several draws
+    of the features, always with the same noise.
     base: the classifier whose extractor is used. A new linear layer computes mu and sigma.
     width: the number of features.
+    samples: the number of these draws.
     """
 
     # Training draws from torch's generator; see `is_stochastic`.
@@ -111,8 +112,8 @@ class Gaussian(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for x, [B, C]: logits in training, log probabilities in evaluation.
 
-        Training draws the features once. Evaluation averages the softmax over `samples` draws of
-        the features, and returns the logarithm.
+        Training draws the features once. Evaluation draws them `samples` times, averages the
+        softmax over these draws, and returns the logarithm of this average.
         """
         if self.training:
             return super().forward(x)

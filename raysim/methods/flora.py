@@ -10,8 +10,9 @@ i has the weight p_i:
 Departures from the paper
 - Traffic and virtual time count the sent factors and, after the first version, one received stack,
   but not W0. This also holds for a client that missed rounds.
-- The counted stack has the largest number of updates, with the mean rank of all clients. In a layer
-  it is at most the size of the weight.
+- The size of the counted stack is an estimate. It assumes that an aggregation has the largest
+  possible number of updates, and that each update has the mean rank of all clients. In each layer,
+  the stack counts at most as many floats as the frozen weight.
 - The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.

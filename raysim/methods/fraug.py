@@ -583,9 +583,10 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add a step's mean norms and accuracy to the job's sums, and count the step.
+    """Add two mean norms and an accuracy of a step to the job's sums, and count the step.
 
-    real: [B, D].
+    The norms are those of the rows of `real` and of `generated`.
+    real: [B, D], the features of real samples.
     generated: [2B, ...], the generator's features; without a generator, the noise.
     is_correct: bool [2B], True for correctly classified synthetic features.
     """

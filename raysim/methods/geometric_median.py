@@ -52,7 +52,8 @@ class GeometricMedian(Method):
 
     steps: the number of iterations of Weiszfeld's algorithm, which starts from the weighted mean; 0
     returns this mean.
-    nu: the smallest distance to the median in the formula; a smaller one counts as nu.
+    nu: the algorithm divides an update's weight by the update's distance from the current median. A
+    distance below nu is replaced by nu.
     """
 
     name = "geometric_median"

@@ -8,8 +8,9 @@ a shallower tensor. For each kernel of a convolution:
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
 In residual networks with torchvision's names, the source of a convolution is in block 0 of the same
-group of blocks, such as `layer1.0`. It is conv2 if the shapes are equal, otherwise the convolution
-of the same name. In transformers, the source of norm2 is norm1.
+group of blocks, such as `layer1.0`. The source is conv2 of this block if conv2 has the shape of the
+convolution. Otherwise it is the convolution of the same name, such as conv1 for a conv1. In
+transformers, the source of norm2 is norm1.
 
 Departures from the paper
 - As in the authors' code, all updates with a source are changed, theta is clamped, and g' is
@@ -66,7 +67,8 @@ def cross_layer_gradient(
     whole tensor as one vector.
     align: "conflict" mixes only slices whose inner product is negative; "always" mixes all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
-    value_clip: the largest absolute value of the result; None for no bound.
+    value_clip: the largest absolute value that an entry of the result may have; None for no bound.
+    eps: a small number that is added to denominators.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)

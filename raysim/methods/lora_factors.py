@@ -173,9 +173,10 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients]; a single entry if `is_equal` is True.
-    sizes: for each adapter, its rank in the model, and the floats of a row of A and a column of B
-    together.
+    of_client: int [clients], the rank of each client. If `is_equal` is True, there is only one
+    entry, which holds for all clients.
+    sizes: two numbers for each adapter. The first is the adapter's rank in the model. The second is
+    the length of a row of A plus the length of a column of B, in floats.
     is_equal: True if all clients have the rank of the model.
     """
 

@@ -27,7 +27,8 @@ def loss_decomposition(
         distribution_shift = sum_ij p_i p_j L_ij - local_loss
         aggregation        = global_loss - sum_ij p_i p_j L_ij
 
-    "distribution_shift_loss" and "aggregation_loss" are absolute values.
+    Two more entries, "distribution_shift_loss" and "aggregation_loss", are the absolute values of
+    distribution_shift and aggregation.
 
     loss_matrix: [m, m]; L_ij is the loss of client i's local model on client j's data.
     global_losses: [m], the shared model's losses on the clients' data.

@@ -105,11 +105,13 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Train the personal model theta on the batch; return the gradient of w, lam (w - theta).
+        """Train the personal model theta on the batch; return lam (w - theta), [n].
 
-        params, grad: [n], the shared model's parameters w, and the gradient of the loss at w. The
-        result is [n].
-        gradient_at(shift): the gradient of the loss at w + shift, on the same batch.
+        The optimizer of the local model w uses the result as the gradient.
+        params: [n], the parameters w.
+        grad: [n], the gradient of the loss at w.
+        gradient_at: returns the gradient of the loss at w + shift for a shift [n], on the same
+        batch.
         """
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()

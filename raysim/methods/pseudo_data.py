@@ -306,9 +306,11 @@ def proxy_means(
 ) -> Tensor:
     """Return means of normalised training samples of a public set, [size[0], ...].
 
-    proxy: the source of the public set, with the mean and deviation of the normalisation.
+    proxy: the source of the public set. Its `mean` and `std` normalise the samples.
+    dataset: the public set.
     size: the number of means, and the number of samples in each mean.
-    sources: a rule that the module's docstring describes.
+    sources: how samples are drawn; the module's docstring describes the rules.
+    dtype: the type of the means.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)

@@ -62,12 +62,14 @@ WHOLE_MODEL_METHODS = (
 
 
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
-    """Return the slices of the vector that belong to each fragment, which consists of whole layers.
+    """Return for each fragment the slices of the vector that belong to it.
 
-    A layer is named by its parameters' names up to the first number, such as "model.net.blocks.0".
-    Without a number, a layer is a module. With fewer layers than fragments, some fragments are
-    empty.
+    A fragment consists of whole layers. Parameters are in the same layer if their names are equal
+    up to the first number, such as "model.net.blocks.0". Parameters without a number in their name
+    are in the same layer if they are in the same module. With fewer layers than fragments, some
+    fragments are empty.
 
+    count: the number of fragments.
     pattern: "strided" puts layer i into fragment i mod count; "sequential" keeps neighbouring
     layers together.
     """

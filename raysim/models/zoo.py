@@ -107,11 +107,11 @@ class Timm(ExternalModel):
 class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
-    name: a local folder or a name on the hub with the model's configuration. A type, such as
-    "bert", stands for the default configuration of this type.
-    pretrained: True loads the weights of that folder or name. With another number of classes, the
-    head gets random weights.
-    options: values that replace those of the model's configuration.
+    name: a local folder with the model's configuration, or the model's name on the hub. A type of
+    model, such as "bert", takes the default configuration of this type.
+    pretrained: True loads the weights from this folder or from the hub. If they are for another
+    number of classes than the data has, the head gets random weights.
+    options: values that replace those in the model's configuration.
     task: "classify" returns logits [B, C] of a sequence or an image. "causal" returns logits of the
     next token at T positions, [B, C, T].
     """

@@ -74,7 +74,8 @@ def read_stacks(source: StackSource | None) -> str:
 
     Return "" if they cannot be read. If the process writes no stacks, return its state, such as "T
     (stopped)".
-    source: the process and its file for stacks; None, for no such file, gives "".
+    source: the process, and the file into which it writes its stacks. None means that the process
+    has no such file; the result is then "".
     """
     if source is None or _SIGNAL is None:
         return ""

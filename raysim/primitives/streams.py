@@ -72,8 +72,8 @@ def uniform(key: int, *numbers: int) -> float:
     """Return a random number in [0, 1) that depends only on the arguments.
 
     A call takes a tenth of the time of `stream`, which makes a generator.
-    key: the key of the purpose, from `stream_key`.
-    numbers: what distinguishes the draws of one purpose, such as a client and a job.
+    key: the result of `stream_key` for the purpose of the random number.
+    numbers: numbers that distinguish the draws for this purpose, such as a client and a job.
     """
     # Each number goes through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     for number in numbers:

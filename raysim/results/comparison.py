@@ -305,9 +305,10 @@ def parse_order(text: str, settings: Sequence[str]) -> list[str]:
 
 
 def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
-    """Return the longest of `names` with which a text begins; None if there is none.
+    """Return the longest of `names` with which `text` begins; None if it begins with no name.
 
-    end: the separator, such as a comma, that follows the name, unless the text ends there.
+    end: a separator, such as a comma. A name counts only if the separator or the end of the text
+    follows it.
     """
     fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
     return max(fitting, key=len, default=None)
