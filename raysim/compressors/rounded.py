@@ -264,8 +264,9 @@ def _decode_floats(
 class Blocks(_Partwise):
     """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
-    Subclasses set `dtype` and the largest absolute value of a number, `largest`.
-    block: the number of entries that share a scale, which is a float of 32 bits.
+    Subclasses set `dtype`, the type of the numbers of 8 bits. They also set `largest`, the largest
+    absolute value of such a number.
+    block: the number of entries that share a scale. A scale is a float of 32 bits.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """

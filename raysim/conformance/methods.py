@@ -124,8 +124,10 @@ class WatchedRun:
 def check_messages(
     make: Make, schedule: Schedule, fleet: Fleet | None = None, **settings: Any
 ) -> WatchedRun:
-    """Check that messages contain what methods declare and no client state; return the run.
+    """Check the messages of a run between server and clients; return the run.
 
+    The messages must have as many floats as the history counts. They must not contain personal
+    parameters or undeclared client states.
     make: returns the run, with new method objects at each call. The run has five rounds.
     fleet: None uses `Lognormal`.
     settings: other settings to change in the run; `runs.with_settings` lists them.
@@ -278,10 +280,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes how many fewer floats a job receives due to compression.
+    """Return an object that computes how many floats a job does not receive due to compression.
 
-    With compression, the server sends changes from version to version in place of all parameters.
-    Return None if the server does not compress changes.
+    With compression, the server sends the compressed changes between versions. It sends them in
+    place of all parameters. Return None if the server compresses nothing.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

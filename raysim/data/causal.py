@@ -233,11 +233,11 @@ def pack(
     place: str,
     origin: Origin,
 ) -> Raw:
-    """Cut documents into rows of tokens; return the rows as samples with next tokens as labels.
+    """Cut documents into rows of tokens; return the rows as samples of a language model.
 
-    The label of a document's last token is the vocabulary's `end`. Labels are `IGNORED` in a
-    prompt, and rows without other labels are left out. No row has tokens for training and for
-    testing.
+    The label of a token is the next token. After a document's last token, this is the vocabulary's
+    `end`. Labels in a prompt are `IGNORED`, and rows in which all labels are `IGNORED` are left
+    out. A row is either for training or for testing.
     length: the largest number of tokens in a row.
     is_packed: True joins all documents of a user before it cuts them into rows.
     place: the name of the data in errors.
@@ -302,8 +302,8 @@ class DocumentSettings:
     prompt: the column of prompts, which stand before the text and have no loss; or None.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and no change of token numbers.
-    padding: the token that ends documents and fills up short samples, for token numbers without a
-    tokenizer.
+    padding: the token that ends documents and fills up short samples. It is used only for columns
+    of token numbers without a tokenizer.
     length: the largest number of tokens in a sample.
     packing: True joins all documents of a user before it cuts them. None means False if there are
     prompts, else True.

@@ -94,10 +94,10 @@ def find_inputs(
     place: str,
     are_separate: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Return the columns that are the input, and the columns that are not used at all.
+    """Return the names of the input columns, and the names of the columns that are left out.
 
-    columns: `data.columns`. None takes all columns except `known`, row numbers and users, such as
-    "client".
+    columns: `data.columns`, the input columns. None takes all columns that are not in `known`. It
+    leaves out columns that seem to be row numbers or users by their name, such as "id" or "client".
     known: the columns of labels, users and domains.
     place: the table's name in errors.
     are_separate: True if each column is a separate input.
@@ -443,11 +443,12 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
 def group_values(
     table: pa.Table, name: str, place: str, key: str = "partition.column"
 ) -> NDArray[Any]:
-    """Return the values of the column with each row's domain or user, integers or texts.
+    """Return the domain or the user of each row, which are integers or texts.
 
+    name: the column of the domains or users.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
-    Raise ValueError if the column has empty values or another type.
+    Raise ValueError if a value is empty, or neither an integer nor a text.
     """
     column = _plain_column(table, name, key, place)
     if not (is_text(column.type) or pa.types.is_integer(column.type)):
@@ -530,9 +531,10 @@ def spread_test_rows(
 ) -> NDArray[np.bool_]:
     """Choose samples for testing; return a mask, bool [n], True for the chosen samples.
 
-    The same fraction of each user is chosen, evenly spread. If each sample has one class, the
-    fraction is that of each class of each user, and samples without a label are left out.
-    users: [n], or None.
+    The same fraction of each user's samples is chosen, evenly spread over them. If each sample has
+    one class, the fraction is the same in each class too. Samples without a label are then never
+    chosen.
+    users: [n], the user of each sample; None if there are no users.
     """
     groups = np.zeros(len(labels.values), np.int64)
     is_labelled = np.ones(len(groups), np.bool_)

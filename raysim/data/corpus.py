@@ -35,9 +35,10 @@ class _Corpus(Source):
 
     length: the largest number of tokens in a sample. Longer documents are cut into several samples.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
-    packing: True joins all documents of a client of partition=natural before it cuts them into
-    samples. False begins a new sample with each document.
-    test_fraction: the fraction at the end of each document for testing, if there are no test files.
+    packing: True joins all documents of a user before it cuts them into samples. With
+    partition=natural, a user is a client. False begins a new sample with each document.
+    test_fraction: the share of each document that is for testing, taken from its end. It is not
+    used if there are test files.
     """
 
     length: int = 128

@@ -36,7 +36,7 @@ def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> 
     First, labels become wrong (`data.label_noise`). Then images are rotated (`data.rotation`). In a
     source with one domain, each angle becomes a domain. Last, blocks of pixels are replaced by
     their mean (`data.pool`).
-    partition: the rows of each client, by which noise and angles are drawn.
+    partition: the rows of each client. They decide which labels become wrong, and the angles.
     """
     is_rotated = source.rotation.per != "none"
     if not source.label_noise and not is_rotated and source.pool <= 1:
@@ -88,10 +88,12 @@ def _fields(clean: Dataset) -> tuple[InputField, ...]:
 
 
 def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
-    """Return all labels; floor(ratio * n) of a client's n training labels become wrong.
+    """Return all labels, after some training labels of each client have become wrong.
 
+    Of a client's n training labels, floor(ratio * n) change to another class.
     clean: the data without noise.
     train: the training rows of each client.
+    ratio: the share of wrong labels.
     seed: the seed of the run.
     """
     rng = stream(seed, "noise")

@@ -127,8 +127,8 @@ def rotate_images(
 ) -> NDArray[np.generic]:
     """Rotate each image counter-clockwise by its angle; return images of the same type.
 
-    Pixels from outside of an image are 0. Interpolated integers are rounded to the nearest one,
-    halves up.
+    Pixels from outside of an image are 0. If the type is an integer, interpolated values are
+    rounded to the nearest integer, and halves are rounded up.
     images: [n, c, h, w].
     angles: [n], in degrees.
     interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four pixels.

@@ -19,11 +19,13 @@ ASPECT = (3 / 4, 4 / 3)  # the smallest and the largest ratio of width to height
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
-    The rules are those of torchvision's RandomResizedCrop. If none of `TRIES` rectangles fits, the
-    result is the largest central one with an allowed ratio of its sides.
+    The rules are those of torchvision's RandomResizedCrop. For each image, `TRIES` rectangles are
+    drawn, and the first one that fits into the image is returned. If none fits, the result is in
+    the middle of the image: the largest rectangle whose ratio of width to height is allowed.
     height, width: the size of the images in pixels.
-    area: the smallest and the largest share of the image.
-    uniforms: random numbers in [0, 1), [4, TRIES, B]; the first axis is share, ratio, top and left.
+    area: the smallest and the largest share of the image that a rectangle covers.
+    uniforms: random numbers in [0, 1), [4, TRIES, B]. Along the first axis, they decide the
+    rectangle's share of the image, its ratio of width to height, its top and its left.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)
@@ -47,8 +49,9 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
 
 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
-    """Stretch each image's rectangle to the size of the image, bilinear and not antialiased.
+    """Stretch each image's rectangle to the size of the image.
 
+    The interpolation is bilinear, without antialiasing.
     images: uint8 [B, c, h, w]; the result has the same shape and type.
     boxes: int64 [4, B] from `crop_boxes`: each rectangle's top, left, height and width.
     """
@@ -65,10 +68,11 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 
 
 def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return for each pixel of a stretched crop its coordinate in the original image, on one axis.
+    """Return the coordinates in the original image from which a stretched crop takes its pixels.
 
-    The result is [B, size], for `torch.nn.functional.grid_sample`: -1 and 1 are the image's edges.
-    start, length: [B], the first pixel and the number of pixels of each crop.
+    The result, [B, size], is for one axis: the height or the width. As
+    `torch.nn.functional.grid_sample` requires, -1 and 1 are the edges of the image.
+    start, length: [B], the crop's first pixel and its number of pixels along this axis.
     size: the number of pixels of the image along this axis.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5

@@ -49,8 +49,9 @@ class Samples:
     domain_names: the names of the domains, by number.
     tokens: None if inputs are not token sequences.
     columns: the columns of inputs, labels and users, for the plan of a run.
-    fields, targets: a description of each array, in the order of a row of `inputs` or `labels`; ()
-    for a single array.
+    fields: a description of each input, in the order of a row of `inputs`; () for a single input.
+    targets: a description of each array in the labels, in the order of a row of `labels`; () for a
+    single array.
     tokenizer: the tokenizer of language data; else "".
     """
 
@@ -156,7 +157,7 @@ def open_or_build(
 
     cache: `data.cache`, the folder of stored data sets; None for the usual folder.
     name: the beginning of the file's name, such as "digits".
-    content: the settings that determine the data set, whose checksum ends the file's name.
+    content: the settings that determine the data set. The file's name ends with their checksum.
 
     Several processes may call this function at once.
     """

@@ -40,12 +40,13 @@ class HuggingFace(TableSource):
     root: a folder that `save_to_disk` wrote; None if `name` is set.
     name, config: a data set on the hub and its configuration, for a download.
     label: the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. The default accepts another usual name,
-    such as "y".
+    label_column: the column of labels if `label` is None. If the default "label" is missing, a
+    column with another usual name is used, such as "y".
     user: the column of users, which must exist; each user is a domain. None uses `domain_column`.
-    domain_column: the column of users if `user` is None. The default accepts another usual name,
-    such as "client", or no column.
-    test_fraction: the fraction of each class of each user for testing, if there is no split `test`.
+    domain_column: the column of users if `user` is None. If the default "domain" is missing, a
+    column with a usual name, such as "client", is used if there is one. Another name must exist.
+    test_fraction: the share of samples for testing, if there is no split `test`. The same share is
+    taken from each user and each class of the user.
     """
 
     root: str | None = None

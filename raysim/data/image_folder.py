@@ -41,8 +41,9 @@ class ImageFolder(Source):
 
     These folders may also be inside root/train/ and root/test/. A file root/split.csv may list the
     pictures in the columns path, domain, class and split ("train" or "test").
-    test_fraction: the share of each class of each domain for testing, evenly spread over the file
-    names. It is not used with a split.csv, or with both root/train/ and root/test/.
+    test_fraction: the share of pictures for testing, evenly spread over the file names. The same
+    share is taken from each domain and each of its classes. `test_fraction` is not used if there is
+    a split.csv, or if root/train/ and root/test/ both exist.
     """
 
     root: str | None = None

@@ -162,9 +162,10 @@ def _read_lists(
 def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
     """Return numeric labels as float32 [n, outputs] or [n, outputs, ...], and the outputs' names.
 
-    values: numbers, also [n].
-    names: None, or a list of another length, gives "0", "1", and so on, or "value" for a single
-    output.
+    values: numbers, [n], [n, outputs] or [n, outputs, ...].
+    names: the names of the outputs. If this is None or does not have a name for each output, the
+    names are "0", "1" and so on, or "value" for a single output.
+    place: the name of the data in errors.
     """
     if values.dtype.kind not in "iuf":
         raise ValueError(

@@ -23,10 +23,11 @@ class Strips(Source):
     """A source that reads the files of a folder with strips.
 
     The training images are in train-000.png (or .webp), train-001.png, and so on, their labels in
-    train-labels.npy. Files for testing begin with "test". meta.json has the `classes` and an
-    image's `height` in pixels. Without a height, images are square.
-    root: the folder with these files, or the parent of a folder `name` with these files.
-    name: the name of the data set, also in errors, or None.
+    train-labels.npy. The names of test files begin with "test" instead. meta.json may have
+    `classes`, the names of the classes, and `height`, the height of an image in pixels. Without
+    `height`, images are square.
+    root: the folder with these files. It may also be a folder in which the folder `name` has them.
+    name: the name of the data set, which errors show too; or None.
     """
 
     root: str | None = None

@@ -67,12 +67,13 @@ class Parquet(TableSource):
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}.
     `data.columns` replaces it.
     label: the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. The default accepts another usual name,
-    such as "y".
+    label_column: the column of labels if `label` is None. If the default "label" is missing, a
+    column with another usual name is used, such as "y".
     user: the column of users, which must exist. None uses `domain_column`.
-    domain_column: the column of users, or else a column with a usual name, such as "client".
-    test_fraction: the fraction of each class of each domain for testing, in folders without test
-    files. With None, every folder must have test files.
+    domain_column: the column of users if `user` is None. If it is missing, a column with a usual
+    name, such as "client", is used if there is one.
+    test_fraction: the share of samples for testing, in folders without test files. The same share
+    is taken from each domain and each of its classes. With None, every folder must have test files.
     """
 
     root: str | list[str] | None = None
@@ -261,9 +262,10 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        It is the row's user. In a file without users, it is the folder's name, unless `data.user`
-        is set.
-        Raise ValueError if a column, or a label or user, is missing.
+        The domain of a row is its user. In a file without a column of users, it is the folder's
+        name.
+        Raise ValueError if a column of inputs, the column of labels or the column `data.user` is
+        missing. Raise it also if a label or a user is empty.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -399,9 +401,11 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Return the domain of each row as text, and the sorted names of all domains or None.
 
-    A domain is "FOLDER/USER", or "FOLDER" in a file without users. The names are sorted by folder
-    and user's number; they are None if some users are texts.
-    parts: for each file, the user of each row, or the folder's name.
+    A domain is "FOLDER/USER". In a file without users, it is "FOLDER". The names are sorted by
+    folder, and in each folder by the number of the user. They are None unless every file has users
+    and all users are integers.
+    parts: for each file, the user of each row. For a file without users, the folder's name.
+    user: the column of users.
     """
     # Users of the same name in two folders are different domains.
     names = []

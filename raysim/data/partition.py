@@ -579,7 +579,7 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Choose all test samples of each client's domain and group of classes.
+        """Choose the test samples of each client: those of its domain and its group of classes.
 
         The rows of the result are positions in the central test set.
         num_domains: the number of domains with training rows, which come first. No client gets the

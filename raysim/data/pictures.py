@@ -107,8 +107,9 @@ def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]
 
 
 def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) -> Pixels:
-    """Return a picture as uint8 [c, h, w]: converted, then resized, bilinear and antialiased.
+    """Return a picture as uint8 [c, h, w], converted to grey or RGB and then resized.
 
+    The resizing is bilinear, with antialiasing.
     size: the new height and width; None keeps the picture's size.
     channels: 1 makes the picture grey, 3 makes it RGB. None keeps a grey picture grey and makes
     others RGB. Transparency is lost.

@@ -59,9 +59,14 @@ class Raw:
     """The samples of a source, training samples first: arrays, or pictures that are not decoded.
 
     inputs: an array [n, ...] of uint8 values, floats or int64 token numbers; or n pictures.
-    labels: class numbers [n], or [n, ...] if each position has a class; regression values [n,
-    outputs] or [n, outputs, ...]; or 1 or 0 for each of several labels, [n, outputs]. For
-    kind="structure", floats [n, length of a row].
+    labels: the labels, whose content depends on `kind`:
+
+        "classification"         class numbers, [n]
+        "positions", "causal"    the class number of each position, [n, ...]
+        "regression"             values, [n, outputs] or [n, outputs, ...]
+        "multilabel"             1 for each label that a sample has, else 0, [n, outputs]
+        "structure"              floats, [n, length of a row]
+
     train_rows: the number of training samples.
     class_names: the names of the model's outputs.
     domains: the domain of each sample, [n]; None if there is only one domain.

@@ -1,8 +1,8 @@
 """Split rows over clients by pure functions: every random draw is an argument.
 
 The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
-Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). Shapes have N
-clients, C classes and n samples.
+Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). In the shapes of
+arrays, N is the number of clients, C that of classes and n that of samples.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
 
     sizes: [C], the number of samples of each class.
     proportions: [C, N], the share of each class that each client gets.
-    balance: True gives no samples of later classes to a client that has 1/N of all samples.
+    balance: If True, a client that already has 1/N of all samples gets none of later classes.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
     totals = np.zeros(clients, dtype=np.int64)
@@ -113,8 +113,8 @@ def dirichlet_label_split(
 
     labels: [n], the class of each row.
     proportions: [C, N], the share of each class that each client gets.
-    order: a permutation of the rows, in which the rows of a class are given out.
-    balance: True gives no rows of later classes to a client that has 1/N of all rows.
+    order: a permutation of the rows. The rows of a class are given out in this order.
+    balance: If True, a client that already has 1/N of all rows gets none of later classes.
     """
     labels, shares = np.asarray(labels), np.asarray(proportions)
     clients = np.arange(shares.shape[1])
@@ -153,7 +153,7 @@ def dirichlet_client_split(
     `uniforms`.
 
     labels: the class of each row, [n].
-    order: a permutation of the rows, in which the samples of a class are given out, [n].
+    order: a permutation of the rows, [n]. The samples of a class are given out in this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -164,8 +164,9 @@ def dirichlet_client_split(
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
-    A draw uses the client's class distribution, limited to classes with remaining samples, or else
-    the classes' shares of all remaining samples.
+    A draw uses the client's class distribution, without the classes that have no remaining sample.
+    If the client then has no class left, a class's probability is its share of the remaining
+    samples.
     proportions: the class distribution of each client, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].
@@ -193,7 +194,7 @@ def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clie
 
     labels: the class of each row, [n].
     turns, classes: [T]. Sample t has the class `classes[t]` and goes to the client `turns[t]`.
-    order: a permutation of the rows, in which the samples of a class are given out, [n].
+    order: a permutation of the rows, [n]. The samples of a class are given out in this order.
     """
     samples = _sort_by_class(labels, order)
     sizes = np.bincount(labels)
@@ -238,7 +239,7 @@ def domain_split(
 
     Domain d has the clients d * clients_per_domain to (d + 1) * clients_per_domain - 1.
     domains: [n], the domain of each row.
-    order: a permutation of the rows, in which the rows of a domain are given out.
+    order: [n], a permutation of the rows. A domain's clients get its rows in this order.
     """
     domains = np.asarray(domains)
     sizes = np.bincount(domains, minlength=num_domains)
@@ -306,7 +307,8 @@ def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
 
     A client that has rows keeps at least one of them for training.
     test, validation: shares of a client's rows, rounded down to a number of rows.
-    order: a permutation of all rows, in which test rows and then validation rows are taken.
+    order: a permutation of all rows. The client's rows that come first in it are test rows, and
+    the next ones are validation rows.
     """
     most = np.maximum(csr.counts - 1, 0)
     test_counts = np.minimum(floor_counts(csr.counts * test), most)

@@ -23,7 +23,8 @@ class Stored(Source):
     name: the folder inside `root`; case, blanks, hyphens and underscores do not matter. None if
     `root` is the folder of the data set.
     image_column, label_column, domain_column: columns in Parquet files.
-    test_fraction: the share of each class of each domain for testing, if there is no test split.
+    test_fraction: the share of samples for testing, if there is no test split. The same share is
+    taken from each domain and each of its classes.
     """
 
     root: str | None = None

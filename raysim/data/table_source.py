@@ -17,8 +17,8 @@ class TableSource(Source):
 
     columns: one column of text, token numbers or vectors, or several columns of numbers. None takes
     all except labels, users, and row numbers such as "id".
-    separate: True makes each input column an argument of the model with the column's name. False
-    joins several columns to one vector.
+    separate: True passes each input column to the model as a separate argument, which has the
+    column's name. False joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.

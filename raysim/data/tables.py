@@ -42,7 +42,8 @@ class TextTable(TableSource):
     user: the column of users, which partition=natural makes clients; None finds a usual name, such
     as "user" or "client".
     targets: columns that together are one structured target, in place of a label.
-    test_fraction: the fraction of each class of each user for testing, if there is no test file.
+    test_fraction: the share of samples for testing, if there is no test file. The same share is
+    taken from each user and each class of the user.
     """
 
     root: str | None = None

@@ -33,7 +33,7 @@ class Tabular(Source):
     The training rows give the scale. The labels of breast_cancer and wine are classes. The label of
     diabetes is a value, which is scaled like the columns.
     name: "breast_cancer", "wine" or "diabetes".
-    test_fraction: the fraction of each class, or of all samples of diabetes, for testing.
+    test_fraction: the share of samples for testing. The same share is taken from each class.
     """
 
     name: TableName
@@ -85,7 +85,8 @@ class NumPy(Source):
     y.NAME.rows [n] has the number of each sample.
 
     padding: the token number with which the files already fill up short sequences.
-    test_fraction: the fraction of each class of each user for testing, if there is no test.npz.
+    test_fraction: the share of samples for testing, if there is no test.npz. The same share is
+    taken from each user and each class of the user.
     """
 
     root: str | None = None
@@ -125,7 +126,8 @@ class Npz(Source):
     and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or integers, which are token
     numbers. Each file is a user, which partition=natural makes a client.
     padding: the token number with which the files already fill up short sequences.
-    test_fraction: the fraction of each class of each user for testing, if there are no test files.
+    test_fraction: the share of samples for testing, if there are no test files. The same share is
+    taken from each user and each class of the user.
     """
 
     root: str | None = None

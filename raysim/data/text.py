@@ -197,8 +197,9 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Restore long texts from short, overlapping windows of equal length, in order.
+    """Join short windows that overlap to the long texts from which they were cut.
 
+    The windows have equal lengths and are in the order of the texts.
     A window continues a text if it starts one character later; any other window starts a new text.
     For example, "abcd", "bcde" and "xyzw" become "abcde" and "xyzw".
     """
@@ -303,14 +304,15 @@ class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
     With data.kind=causal, each sequence is a document for a language model.
-    samples, test_samples: the numbers of sequences of each user for training and for central tests.
+    samples: the number of training sequences of each user.
+    test_samples: the number of sequences in the central test set for each user.
     vocabulary: the number of different tokens, without the padding.
     length: the number of tokens of a sequence, including its padding.
     shortest: the smallest number of tokens of a sequence, without its padding.
-    label: "next" predicts the token after the sequence. User u has the transition probabilities (1
-    - skew) P + skew Q_u, with a common P. "chain" predicts the chain of the sequence. A share
-    `skew` of a user's sequences comes from the user's favourite chain, and all others from random
-    chains.
+    label: "next" predicts the token after the sequence. The transition probabilities of user u are
+    (1 - skew) P + skew Q_u; all users share P. "chain" predicts which chain generated the sequence.
+    A share `skew` of a user's sequences comes from the user's favourite chain, and the others come
+    from random chains.
     chains: with label="chain", the number of Markov chains.
     skew: how much users differ, from 0 (equal) to 1.
     seed: the seed of the data, which the run's seed does not change.

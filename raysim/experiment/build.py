@@ -313,9 +313,9 @@ def _rate_warnings(settings: RunSettings) -> list[str]:
 
 
 def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
-    """Return why the planner cannot plan aggregations before earlier ones are trained.
+    """Return why the planner must wait until earlier aggregations are trained.
 
-    Return "" if the planner can do so.
+    Return "" if it can plan all aggregations before the training.
     declarations: what the run's methods declared, such as messages that change in size.
     """
     if not spec.selection.plans_ahead:

@@ -104,9 +104,12 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        The columns are "trial" (the number), the columns of the history (the last row),
-        "config/KEY" for each searched key KEY, "error" (None without an error) and "path" (the
-        folder of the first run).
+        Columns:
+        - "trial": the number of the trial.
+        - The columns of the history, with the values of its last row.
+        - "config/KEY": the value of the searched key KEY. There is a column for each such key.
+        - "error": why the trial failed, or None.
+        - "path": the folder of the run with the first seed.
         """
         import pandas as pd
 

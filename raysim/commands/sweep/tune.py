@@ -61,11 +61,13 @@ ENVIRONMENT = {  # options that Tune reads only from environment variables
 class TrialTask:
     """The settings that all trials of a sweep share.
 
-    resources: those of a worker, or with sweep.workers=0 those of a trial's process.
+    resources: what a worker reserves, by resource. With sweep.workers=0, a trial's process reserves
+    this.
     allow: packages that the configurations may use.
     packages: packages whose files must be the same in all processes.
     driver: the identity of the process that runs the sweep.
-    mixed: `runtime.mixed`; False requires this identity of all trials.
+    mixed: `runtime.mixed`. False requires that each trial's process promises the same bits as
+    `driver`.
     """
 
     folder: str
@@ -273,8 +275,8 @@ class Listener(tune.Callback):
     ) -> None:
         """Record a measurement or a failure of a trial.
 
-        result: the report of `SweepTrial.step`. A report without the key "rows" repeats a
-        measurement from before the sweep was continued, and is ignored.
+        result: the report of `SweepTrial.step`. In a continued sweep, a report without the key
+        "rows" repeats a measurement that is already recorded. It is ignored.
         """
         number = _number(trial)
         if "error" in result:
@@ -313,8 +315,10 @@ def trial_task(
 ) -> TrialTask:
     """Return the settings that the processes of all trials need.
 
-    experiment: one run of the sweep. Its device and packages hold for all runs.
-    resources: those of a worker, or with sweep.workers=0 those of a trial's process.
+    experiment: one run of the sweep. All runs have its device and its packages.
+    resources: what a worker reserves, by resource. With sweep.workers=0, a trial's process reserves
+    this.
+    allow: packages that the configurations may use.
     """
     spec = experiment.spec
     return TrialTask(

@@ -104,8 +104,8 @@ class RunDatabase:
     def update(self) -> int:
         """Send new rows and files of all runs to the MLflow database, but no models.
 
-        Return the number of runs whose files have changed since the last call and were not complete
-        in the database.
+        A run whose files have not changed since the last call is not sent again, nor is a run that
+        the database has completely. Return the number of runs that were sent.
         """
         count = 0
         for folder in _stored_folders(self.root):
