@@ -417,9 +417,10 @@ class Evaluator:
     def _chunks(
         self, worker: int, parts: Sequence[tuple[VersionLoader, Sequence[ScoringTask]]]
     ) -> list[tuple[int, Sequence[ScoringTask], VersionLoader]]:
-        """Divide a worker's scoring tasks into calls, so that each call reads few bytes from disk.
+        """Divide a worker's scoring tasks into calls.
 
-        The bytes are client states.
+        The client states of a task may be on disk. The tasks are divided so that each call reads
+        few bytes of client states from disk.
         parts: for each version, the function that loads it, and the tasks that score it.
         """
         chunks: list[tuple[int, Sequence[ScoringTask], VersionLoader]] = []
@@ -437,8 +438,9 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of a model on each client's training samples, float64 [clients].
 
-        samples: the number of samples that are drawn from a client with more; None uses all.
-        version: the number of aggregations so far, which changes only the drawn samples.
+        samples: the largest number of samples of a client that are used. They are drawn from the
+        samples of a client that has more. None uses all samples.
+        version: the number of aggregations so far. It only decides which samples are drawn.
         loaders: for each client, a function that returns a reference to the model version.
         """
         calls = self._start_losses(clients, samples, version, loaders)
@@ -534,7 +536,7 @@ class Evaluator:
 
         The scores of the best round are added if there are validation samples and no personal
         models.
-        reports: the reports of the tasks of `_shared_tasks`, in the same order.
+        reports: a report for each task that `_shared_tasks` returned, in the same order.
         """
         sizes = [
             self._test_counts[scoring.clients].sum(),

@@ -20,8 +20,9 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the aggregation that uses the update. For a lost or discarded job, it is the next one.
-    For a job in flight, it is the last round plus 1.
+    round: the number of the aggregation that uses the update, from 1. For a lost or discarded job,
+    it is the first aggregation after the loss or the decision to discard. For a job in flight, it
+    is the last round plus 1.
     staleness: 0 unless the job is aggregated or failed.
     energy_wh, money, co2_g: the cost of the whole job; 0 if the fleet has no such cost.
     """
@@ -74,7 +75,7 @@ class Round:
     row: the row of the history.
     probes: the probes of local models; only with `evaluate.probe`.
     jobs: the jobs that ended in this round.
-    scores: None if this round scores no single clients.
+    scores: the scores of each client; None if this round does not score clients.
     """
 
     row: Row

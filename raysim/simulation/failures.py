@@ -19,7 +19,8 @@ def check_failures(
     """Raise TooManyFailuresError if too many jobs of an aggregation failed.
 
     If the run has a folder, a checkpoint is written first.
-    jobs: the number of jobs.
+    failures: the failed jobs of the aggregation.
+    jobs: the number of all jobs of the aggregation.
     version: the number of the aggregation, from 0.
     tolerate: the largest share of failed jobs, 0 to 1.
     """

@@ -101,9 +101,11 @@ class Fleet:
     on, off: for "markov": the mean seconds for which a client is available, and then unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: a run ends with an error if no client is available in its first `patience` virtual
-    seconds. With "markov", also if the average wait for a client is longer.
-    cost: watts of a device, and price and CO2 of a gigabyte; no costs are computed if all are 0.
-    kwh_price, kwh_co2: the price, in any currency, and grams of CO2 of a kilowatt-hour.
+    seconds. With "markov", it also ends with an error if the average wait for a client is longer.
+    cost: the power of a device in watts, and the price and the CO2 of a gigabyte. If all these
+    values are 0, no costs are computed.
+    kwh_price: the price of a kilowatt-hour, in any currency.
+    kwh_co2: the CO2 of a kilowatt-hour, in grams.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")

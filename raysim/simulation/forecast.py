@@ -43,7 +43,7 @@ class Forecast:
 def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     """Return the forecast of a run; the planner cannot be used afterwards.
 
-    A selection that uses clients' reports gets none here.
+    In the forecast, the selection gets no reports of clients.
     Raises ValueError if the run cannot begin with this fleet.
     Raises RunStoppedError if no aggregation can be planned, or if the selection makes a choice that
     is not allowed.
@@ -97,8 +97,8 @@ def workers_busy(
 ) -> float:
     """Return the share of wall time in which workers would work, from 0 to 1.
 
-    Every worker needs the same time for a sample. Jobs of the next aggregation come first. A job
-    whose update is never aggregated is not trained.
+    It is assumed that every worker needs the same time for a sample. Workers train the jobs of the
+    next aggregation first. A job whose update is never aggregated is not trained.
     plans_ahead: False lets a job begin only after the aggregation before its own. True lets it
     begin when its base version exists.
     """

@@ -94,10 +94,10 @@ class RemoteSum(NamedTuple):
 def fetch_sums(
     sums: Sequence[RemoteSum], trees: SumTrees, runtime: Runtime
 ) -> tuple[dict[Group, np.ndarray], list[Group]]:
-    """Let nodes combine small sums into sums of the largest possible groups, and fetch these.
+    """Let nodes add up small sums to sums of the largest possible groups; fetch the large sums.
 
-    Return the sums by group, and the groups whose sum was lost with a node. A group whose jobs all
-    failed is in neither result.
+    Return the fetched sums by group, and a list of the groups whose sum was lost because its node
+    was lost. A group is in neither result if all its jobs failed.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []

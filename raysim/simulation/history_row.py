@@ -133,7 +133,8 @@ class RowWriter:
         """Return the bytes in the object store when all updates of a round have arrived.
 
         version_bytes: the bytes of all versions in the store.
-        result_floats: the number of floats in unused updates and sums of updates.
+        result_floats: the number of floats in the workers' results that were not collected yet.
+        Results are updates and sums of updates.
         """
         return version_bytes + result_floats * self.itemsize + self.client_states.bytes
 

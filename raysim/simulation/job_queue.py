@@ -45,8 +45,8 @@ class JobQueue:
 
         At most `MAX_PASSED_JOBS` jobs are passed over.
 
-        accepts: returns True if the worker accepts a job. The second argument is True until it
-        accepts one.
+        accepts: returns True if the worker accepts a job. The first argument is the job. The second
+        argument is True until the worker has accepted a job in this call.
         max_work: no more jobs are added once the accepted jobs have this many samples.
         """
         bundle: list[Job] = []

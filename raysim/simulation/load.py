@@ -50,8 +50,8 @@ class VaryingTensors:
 
     Sizes are numbers of floats, by the tensors' full names "method.name".
     sent, uploaded: the sizes in version 0 of tensors that the server sends, and that clients send.
-    planned: for each tensor in `uploaded`, a function from the size of all received tensors to its
-    size.
+    planned: for each tensor in `uploaded`, a function that returns the tensor's size. The argument
+    is the total size of the tensors that the client receives.
     """
 
     sent: Mapping[str, int]
@@ -198,10 +198,10 @@ class StepMessages:
 
     A client receives the changes since the base version of its last job. It receives the whole
     parameters if they are smaller, or if it has had no job.
-    words: the size of a change, in 32-bit words.
+    words: the size of the change from one version to the next, in 32-bit words.
 
-    The attribute `received`, int32 [clients], is the base version of each client's last job; -1
-    without a job.
+    The attribute `received`, int32 [clients], has the base version of each client's last job. The
+    entry of a client that has had no job is -1.
     """
 
     def __init__(self, words: int, parameters: int, clients: int):

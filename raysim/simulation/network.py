@@ -212,10 +212,11 @@ def make_replicas(
 
 
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
-    """Return each client's sample count for a replica, and how many clients never train it.
+    """Return how many samples each client has for a replica, and how many clients never train it.
 
-    Unseen clients and clients of other replicas never train it. The counts are int64 [clients], 0
-    for clients that never train it.
+    The first result, int64 [clients], is the number of a client's training samples if this replica
+    serves the client, and otherwise 0. The second result counts the clients that this replica does
+    not serve, and all unseen clients.
     replica_of: int [clients], the replica that serves each client.
     """
     partition = spec.data.partition

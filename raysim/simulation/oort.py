@@ -42,15 +42,20 @@ class Oort(Selection):
     The loss of a client is known after one of its updates was aggregated. Such clients are drawn in
     proportion to the utility in `raysim.simulation.oort`.
 
-    exploration: the fraction of a round's clients without a known loss. It is multiplied by
-    `exploration_decay` before every round, but stays at least `exploration_min`.
-    cutoff: to draw k clients, use those with at least `cutoff` times the k-th largest utility.
-    clip: a quantile of samples times loss, to which larger values are reduced.
-    preferred: the percentile of the known durations that is the preferred duration T; 100 ignores
-    durations.
-    pacer_step, pacer_delta: each round has the mean samples times loss of its clients with a known
-    loss. If the sum over `pacer_step` rounds falls, `preferred` grows by `pacer_delta`.
-    penalty: the exponent of T / D for a job of a longer duration D.
+    exploration: the fraction of the clients in a round that are drawn from clients without a known
+    loss. It is multiplied by `exploration_decay` before every round, but stays at least
+    `exploration_min`.
+    cutoff: if a round draws k clients with a known loss, only clients can be drawn whose utility is
+    at least `cutoff` times the k-th largest utility.
+    clip: each client has the product samples times loss. This quantile of the products is computed,
+    and larger products are reduced to it.
+    preferred: the preferred duration T is this percentile of the known durations. With 100,
+    durations have no effect.
+    pacer_step, pacer_delta: each round has a value, the mean of samples times loss over the chosen
+    clients with a known loss. If the sum of the values over `pacer_step` rounds is less than over
+    the `pacer_step` rounds before, `preferred` grows by `pacer_delta`.
+    penalty: if a job's duration D is longer than T, the client's utility is multiplied by
+    (T / D)^penalty.
     """
 
     exploration: float = 0.9
@@ -81,7 +86,8 @@ class Oort(Selection):
         - "exploration", "preferred": the present values of these options.
         - "chosen_in" [clients]: the latest round that chose the client, from 1; 0 for none.
         - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": the mean samples times loss of "exploited" in up to 2 * `pacer_step` rounds.
+        - "utilities": for each of the latest rounds, the mean of samples times loss over the
+          clients in "exploited". There are at most 2 * `pacer_step` entries.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
         """
         return {
@@ -172,10 +178,12 @@ class Oort(Selection):
 
     @staticmethod
     def _preferred_seconds(percentile: float, seconds: np.ndarray) -> float:
-        """Return a percentile of durations in seconds: the duration that the selection prefers.
+        """Return the preferred duration in seconds: a percentile of known durations.
 
         Return infinity for percentile 100, or if `seconds` is empty.
-        seconds: for each client that has reported, the duration of its last job that was not lost.
+        percentile: from 0 to 100.
+        seconds: the known durations. Each is the duration of a client's last job that was not lost.
+        Only clients that have reported a loss have an entry.
         """
         if percentile >= 100 or not len(seconds):
             return math.inf

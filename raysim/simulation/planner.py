@@ -93,8 +93,9 @@ class PlannedAggregation:
     """A planned aggregation, and all events since the previous aggregation.
 
     version: the number of the run's earlier aggregations.
-    site: the replica that aggregates, if each replica has its own schedule; otherwise 0.
-    `site_version`, `site_down` and `site_up` count only its aggregations and its clients' floats.
+    site: if each replica has its own schedule, the replica that aggregates; otherwise 0.
+    site_version: the number of earlier aggregations of this site.
+    site_down, site_up: the floats that the clients of this site have received and sent.
     meets: True if the replicas exchange in this aggregation.
     now: the virtual time in seconds; if the replicas exchange, the end of the exchange.
     dispatched, lost, discarded: the jobs with these events since the previous aggregation.
@@ -161,7 +162,7 @@ class Site:
     A run has one site, or one for each replica if each replica has a schedule.
     pool: the site's replica, or -1 for all clients.
     members: the number of clients of this site that have samples.
-    pools: the number of pools that the schedule makes of clients with similar speed.
+    pools: the number of pools into which the schedule divides the clients by their speed.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -184,8 +185,8 @@ class Planner:
 
     counts: int64 [clients], the number of training samples of each client. A client without samples
     is never dispatched.
-    load: returns the `Load` of a client's next job, from the client, the base version, and the
-    numbers of the client's earlier jobs and aggregated jobs.
+    load: returns the `Load` of a client's next job. Its arguments are the client, the base version,
+    the number of the client's earlier jobs, and the number of the client's aggregated jobs.
     patience: the run fails if no client is available in its first `patience` virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
@@ -877,8 +878,9 @@ class Planner:
     ) -> None:
         """Continue from a stored state; this planner must not have planned anything yet.
 
-        The arguments are what `state`, `selection_arrays` and `received` returned, and the numbers
-        of each client's jobs and aggregated jobs, int32 [clients].
+        state, selection, received: what `state`, `selection_arrays` and `received` returned.
+        participations: int32 [clients], the number of each client's jobs.
+        accepted: int32 [clients], the number of each client's aggregated jobs.
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

@@ -54,10 +54,10 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker the tensors and sample rows that do not change during a run, if any.
+    """Send every worker the tensors and sample rows that do not change during a run.
 
     The tensors are those that a method sends to each client only once (`run.send`). The rows are
-    the test samples for probes (`evaluate.probe`).
+    the test samples for probes (`evaluate.probe`). A run that has neither sends nothing.
     """
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:

@@ -87,9 +87,9 @@ class Profile:
     def watch(self, server: object, evaluator: object, saver: object) -> None:
         """Measure from now on how long the server's sums, the evaluation and the saving take.
 
-        server: the server or the replicas; `step` counts as "sums".
-        evaluator: `score` and `columns` count as "evaluation".
-        saver: `save` and `finish` count as "saving".
+        server: the server or the replicas. The time in its method `step` counts as "sums".
+        evaluator: the time in its methods `score` and `columns` counts as "evaluation".
+        saver: the time in its methods `save` and `finish` counts as "saving".
         """
         for owner, name, kind in (
             (server, "step", "sums"),

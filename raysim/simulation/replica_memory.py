@@ -22,8 +22,9 @@ class ReplicaMemory:
     """The object that moves replicas to disk if they need too much memory.
 
     The replica that changed longest ago is moved first.
-    budget: the most bytes of replicas in memory.
-    folder: the folder of the file; "" is the system's folder for temporary files.
+    budget: the number of bytes of memory that replicas may use.
+    folder: the folder for the file with the moved replicas; "" is the system's folder for temporary
+    files.
     moves_state: False keeps the server state in memory, because all replicas share it.
     """
 

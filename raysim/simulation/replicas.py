@@ -32,15 +32,16 @@ class Replicas:
     Attributes:
     - version: the number of the run's aggregations so far, over all replicas.
     - report: columns for the history's row of the last aggregation.
-    - numbers: an integer for each replica, which changes with its model. Equal models may have the
-      same one.
+    - numbers: an integer for each replica. When the replica's model changes, it gets a new integer.
+      Replicas with equal models may have the same integer.
     - clients_of: int64 [clients], the replica that serves each client. If clients choose their
       replica, it is the one that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
     set_clients: called with `clients_of` and a server, to tell the server its clients. None if
     clients never move.
-    budget: the most bytes of replicas in memory. Idle replicas beyond it are moved to `folder`.
+    budget: the number of bytes of memory that replicas may use. If they use more, idle replicas are
+    moved to a file in `folder`.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class Replicas:
     def read(self, replica: int) -> Server:
         """Make room in memory for a replica's tensors, and return the replica's server.
 
-        Use this function directly before reading tensors of the server. If they are on disk,
-        reading loads them.
+        Call this function directly before you read tensors of the server. Tensors that are on disk
+        are then loaded when you read them.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -131,8 +132,8 @@ class Replicas:
     def publish(self, versions: Versions) -> None:
         """Store the version of every replica that changed since the last call.
 
-        If the replicas in memory exceed the budget, move replicas to disk from whose current
-        version no job in flight started.
+        If the replicas in memory exceed the budget, move idle replicas to disk. A replica is idle
+        if no job in flight started from its current version.
         """
         moved: set[int] = set()
         if not self.is_single:
@@ -182,7 +183,7 @@ class Replicas:
 
         Return the replicas with new clients. Each of them first becomes a copy of the replica that
         the clients leave.
-        by_replica: the updates, in the order of aggregation.
+        by_replica: for each replica, the updates of its clients, in the order of aggregation.
         """
         rule = self.network.clusters
         if rule is None:
@@ -385,11 +386,11 @@ class Replicas:
 
     # --- the mean of the replicas -----------------------------------------------------------------
     def scored(self) -> tuple[Tensor, Tensor]:
-        """Return the model to score: the weighted mean of vectors, [layout.shared].
+        """Return the model to score: the weighted mean of all replicas, [layout.shared].
 
-        A method may declare the vector that represents a replica, such as a mean of versions. The
-        weights are those of `mean`. Also return the elementwise maximum of the integer buffers,
-        [layout.shared_counters].
+        The mean is over one vector for each replica. It is the replica's vector, unless a method
+        declares another one, such as a mean of versions. The weights are those of `mean`. Also
+        return the elementwise maximum of the integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 

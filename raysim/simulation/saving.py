@@ -20,8 +20,8 @@ class RunSaver:
     """The object that saves and restores a run.
 
     initial: a model with the names of the final model's tensors.
-    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
-    writes none.
+    folder: the folder for the model. Checkpoints are also written there, unless `checkpoint.folder`
+    is set. With "", neither the model nor checkpoints are written.
     address: the checkpoint to continue from; "" starts a new run.
     base: the checksum of frozen weights; "" if no weight is frozen.
     """

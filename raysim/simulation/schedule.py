@@ -53,8 +53,8 @@ class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
     If fewer than `count` clients are idle and available, all of them are dispatched. The schedule
-    decides again when a job ends or a client becomes available. With a pool, it decides again at
-    once, with this pool in `View.short`.
+    then decides again when a job ends or a client becomes available. If the action names a pool,
+    the schedule decides again at once, and `View.short` then contains this pool.
 
     pool: the pool (group of clients with similar speed) to draw from; -1 draws from all clients.
     """

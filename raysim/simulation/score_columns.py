@@ -101,11 +101,12 @@ class ScoreColumns:
         suffix: str,
         scoring: ScoredClients,
     ) -> Row:
-        """Return columns with scores of personal models, where each client has its own model.
+        """Return columns with scores of personal models; each client has a model of its own.
 
         The columns have the mean and the worst test score, over trained clients and over unseen
         clients. If suffix="", `_best_columns` adds further columns.
-        tested, validated: the metric's values for each client's test or validation samples.
+        tested: for each client, the metric's values for the client's test samples.
+        validated: the same for the client's validation samples.
         suffix: the end of the columns' names, "_finetuned" or "".
         """
         clients = scoring.clients
@@ -128,10 +129,12 @@ class ScoreColumns:
         The columns are:
         - the score of the mean of all replicas, and its score in its worst domain,
         - the average and the worst of the replicas' scores,
-        - for the main metric: the mean's score in the round in which the clients' models had the
-          best mean validation score, and the number of this round.
+        - only for the main metric: the number of the best round, and the score that the mean of all
+          replicas had in that round. In the best round, the clients' models had the best mean
+          validation score.
 
-        mean, replicas: the metric's values for the test samples, of the mean and of each replica.
+        mean: the metric's value for each test sample, from the mean of all replicas.
+        replicas: the same from each replica.
         own: the columns with scores of the clients' models.
         """
         name = self.metric.name
@@ -168,8 +171,9 @@ class ScoreColumns:
         return row
 
     def _unseen_columns(self, suffix: str, values: np.ndarray, scoring: ScoredClients) -> Row:
-        """Return columns with the mean and the worst of the unseen clients' test scores, if any.
+        """Return columns with the mean and the worst of the unseen clients' test scores.
 
+        Return {} if no unseen client is scored.
         values: the metric's value for each test sample, one client after another.
         scoring: gets the score of each unseen client (`client_scores`).
         """
@@ -206,11 +210,14 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with test scores from best rounds, and columns with validation scores.
 
-        The test scores are those of `_client_columns`, each from the best round of its client. The
-        validation scores are means over the clients, in this round and in the best rounds. If
-        `metric` is not the main metric, there is only the validation score of this round.
+        Each client has a best round, in which its validation score was best. The columns with test
+        scores are those of `_client_columns`, computed from each client's best round. One column
+        has the clients' mean validation score in this round, and another one their mean in the best
+        rounds. If the metric is not the main metric, there is only the validation score of this
+        round.
 
-        tested, validated: the metric's value for each sample, client after client.
+        tested, validated: the metric's value for each test or validation sample, one client after
+        another.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):
@@ -230,8 +237,8 @@ class ScoreColumns:
     def _best_shared_columns(self, version: int, row: Row) -> Row:
         """Return columns about the shared model's best round so far: its number and a test score.
 
-        The best round has the best mean validation score. Return {} without this score, or if
-        `metric` is not the main metric.
+        The best round has the best mean validation score. Return {} if this round has no validation
+        score, or if the metric of these columns is not the main metric.
 
         version: the number of the scored version.
         row: the columns of this round.

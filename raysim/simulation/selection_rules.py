@@ -71,8 +71,8 @@ class PowerOfChoice(Selection):
     pass, traffic and time (pi_pow-d in the paper; pi_cpow-d with `samples`). "last": the mean
     training loss of the last aggregated job (pi_rpow-d). Clients without such a job are chosen
     first.
-    samples: for "measured": the most samples of a client on which its loss is computed; None uses
-    all.
+    samples: for "measured": a candidate computes its loss on at most this number of its samples;
+    None uses all.
     """
 
     candidates: int = 20

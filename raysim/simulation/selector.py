@@ -33,7 +33,8 @@ class LossPass:
     A selection rule then chooses clients, whose jobs start after this pass.
 
     seconds: the virtual seconds until the slowest of these clients has sent its loss.
-    work: for each client, the samples to process; each counts as `FORWARD` samples.
+    work: for each client, the number of samples to process. A sample of this pass counts as
+    `FORWARD` samples of a training.
     down: for each client, the floats that it receives.
     """
 
@@ -118,8 +119,8 @@ class Selector:
     counts: int64 [clients], the number of training samples of each client.
     pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
-    load: returns the samples to process, and the floats to receive and to send, for a client's next
-    job, like the planner's `load`.
+    load: returns what a client's next job costs: the samples to process, the floats to receive and
+    the floats to send. Its arguments are those of the planner's `load`.
     participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated
     jobs. The planner updates these arrays.
     """
@@ -297,7 +298,7 @@ class Selector:
         """Return the loss of each of these clients, and record the cost in `loss_pass`.
 
         If the run is only planned, all losses are nan.
-        samples: the most samples of a client on which its loss is computed; None uses all.
+        samples: a client's loss is computed on at most this number of its samples; None uses all.
         Raises SelectionError if the rule does not declare `measures`, or measures twice in one
         decision.
         """

@@ -55,8 +55,9 @@ class Server:
 
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
-    counts: int64 [clients], the training samples of each client; 0 for clients that never train
-    this model. If each client has its own replica, no count is set to 0.
+    counts: int64 [clients], the number of training samples of each client. It is 0 for clients that
+    never train this model. But if each client has its own replica, the counts of the other clients
+    are not set to 0.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all by
     1.
     size: the largest number of updates in one aggregation.
@@ -221,9 +222,10 @@ class Server:
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
         """Return the tensors that methods now send to clients, by "method.name".
 
-        to: "all" for tensors that every client receives with each version, "once" for those of a
-        client's first job, "client" for those of one client.
-        client: the number of this client; only with "client".
+        to: "all" returns the tensors that every client receives with each version. "once" returns
+        those that each client receives only with its first job. "client" returns those that a
+        method sends to a single client.
+        client: the number of the single client; only with to="client".
         """
         arrays: dict[str, np.ndarray] = {}
         for declared, send in self._sends.get(to, ()):

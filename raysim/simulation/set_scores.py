@@ -171,8 +171,9 @@ class SetScores:
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
     """Map the name of each metric to a dictionary with the metric's score from each report.
 
-    The key of a score is the scored client. For samples of no single client, it is -1 for the first
-    report, -2 for the second, and so on.
+    The key of a score is the number of the scored client. Some reports score samples that do not
+    belong to one client, such as the central test set. The key is then -1 - i for report i of
+    `reports`.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -228,16 +228,18 @@ class Gossip(Topology):
     "expander" has `degree` / 2 rings through all clients in random order. "edges" has the pairs in
     `edges`.
     edges: pairs [i, j] or [i, j, w]. w is the weight of replica j in the mean of client i, and of
-    replica i in the mean of client j. Give all pairs a weight, or none; then `weights` decides.
-    With exchange="pairwise", only a weight of 0 has an effect: the pair does not exchange.
+    replica i in the mean of client j. Either all pairs have a weight, or none has one. If none has
+    one, `weights` decides. With exchange="pairwise", only a weight of 0 has an effect: the pair
+    does not exchange.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one neighbour, and both replicas become their mean.
-    weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),
-    "uniform" 1 / (1 + d_i). d_i is the number of neighbours of i.
+    weights: the weight of neighbour j in the mean of client i. It is 1 / (1 + max(d_i, d_j)) for
+    "metropolis" and 1 / (1 + d_i) for "uniform". d_i is the number of neighbours of client i.
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
-    degree: a client has fewer neighbours if it meets one in several rings.
+    degree: for "expander", the number of neighbours of a client. A client has fewer neighbours if
+    it is next to the same client in several rings.
     """
 
     graph: str = "ring"
@@ -491,7 +493,8 @@ def k_means(
     The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). An empty group gets
     the counted point that is farthest from its center.
     points: float [n, features].
-    is_counted: bool [n], at least `groups` points that the centers depend on.
+    is_counted: bool [n], True for a counted point. The centers are means of counted points only. At
+    least `groups` points must be counted.
     """
     counted = points[is_counted]
     centers = _first_centers(counted, groups, generator)

@@ -51,8 +51,8 @@ class RecordedDevices(NamedTuple):
     """The rows of a trace as arrays; each row is a recorded device.
 
     bounds: float64, the start and end in seconds of each available interval, row after row.
-    first: int64 [rows + 1], the position in `bounds` at which each row begins, and the length of
-    `bounds`.
+    first: int64 [rows + 1], the position in `bounds` at which each row begins. The last entry is
+    the length of `bounds`.
     period, down, up, rate: float64 [rows]. `rate` is the column `rate_name`: "speed" or "flops".
     """
 
@@ -72,9 +72,10 @@ class Trace(Fleet):
     Each client follows one row of the trace. With as many clients as rows, client i follows row i.
     With fewer clients, each follows a different row, drawn at random. With more clients, rows are
     shared as evenly as possible.
-    wrap: True repeats a row after its period; False makes its clients unavailable then.
-    availability: "trace" means in the intervals of the client's row. With "always", "diurnal" and
-    "markov", only speed and bandwidth come from the file.
+    wrap: what happens after the period of a row. True repeats the row; False makes the clients of
+    this row unavailable from then on.
+    availability: with "trace", a client is available in the intervals of its row. With "always",
+    "diurnal" and "markov", only speed and bandwidth come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
@@ -232,8 +233,9 @@ def _read_batch(
 ) -> tuple[np.ndarray, ...]:
     """Check some rows of a trace, and return their content as arrays.
 
-    The arrays are the bounds of all intervals, row after row; for each row, the number of its
-    bounds; and each column of `NUMBERS` and `rate_name`. Touching intervals are joined.
+    The first array has the bounds of all intervals, row after row. The second array has the number
+    of bounds of each row. Then there is an array for each column in `NUMBERS`, and one for the
+    column `rate_name`. Intervals that touch each other are joined.
 
     earlier_rows: the rows of the file before this batch, for errors.
     Raises ValueError if a row has an error.

@@ -79,10 +79,11 @@ class Attack:
 
 # --- mathematics ----------------------------------------------------------------------------------
 def largest_z(updates: int, attackers: int) -> float:
-    """Return ALIE's largest z for an aggregation, at least 0.
+    """Return the largest z that the ALIE paper allows in an aggregation; at least 0.
 
-    For n updates, m of them from attackers, and s = floor(n / 2 + 1) - m, z is the normal quantile
-    at p = (n - m - s) / (n - m). p is at most 1 - 0.5 / (n - m), so that z is finite.
+    n is the number of updates, and m is the number of updates from attackers. With
+    s = floor(n / 2 + 1) - m, the result is the normal quantile at p = (n - m - s) / (n - m). A p
+    above 1 - 0.5 / (n - m) is reduced to this value, so that z is finite.
     """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest

@@ -40,8 +40,9 @@ def make_plan(
     The samples are shuffled and cut into batches, or drawn with `local.sampling=replacement`.
 
     samples: the number of the client's training samples.
-    selected: for each epoch, ascending positions from 0 to `samples` - 1. With `local.steps`, there
-    is an array for each of equal intervals of the steps.
+    selected: for each epoch, an array of ascending positions from 0 to `samples` - 1. With
+    `local.steps`, the job has no epochs. Its steps are then divided into intervals of about equal
+    length, and there is an array for each interval.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches: list[np.ndarray] = []
@@ -88,8 +89,10 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
     """Return the batch sizes for which steps are recorded if a worker has several lanes.
 
-    These are `batch`, and the size of the last batch if it is equal for most clients.
+    One of them is `batch`. If the last batch has the same size for more than half of the clients,
+    this size is another one.
     counts: the number of samples of each client.
+    batch: the usual size of a batch.
     """
     rests = np.bincount(counts[counts > 0] % batch, minlength=1)
     most_frequent = int(rests.argmax())
@@ -154,9 +157,9 @@ class BatchPlanner:
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the samples that a method selects for each epoch of a job; [] means all samples.
 
-        There is an array of ascending positions for each epoch, or with `local.steps` for each of
-        `local.phases` intervals. With `needs_two_rows`, arrays of fewer than two samples are left
-        out.
+        For each epoch there is an array of ascending positions. With `local.steps`, the job has
+        `local.phases` intervals of steps in place of epochs, but at most one for each step. With
+        `needs_two_rows`, arrays of fewer than two samples are left out.
 
         Raises ValueError if the method selects samples for some epochs only, or if all arrays are
         left out.

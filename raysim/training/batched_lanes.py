@@ -183,11 +183,11 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the parameters of all lanes, and the tensors that the optimizer changes.
+        """Return the parameters of all K lanes, and the tensors that the optimizer changes.
 
-        The parameters are tensors [K, ...] for K lanes, by the id of the parameter. The optimizer
-        changes the trained ones. With `local.clip`, it gets tensors [K, n] of parameters that
-        follow one another in the vector.
+        The first result has a tensor [K, ...] for each parameter of the model, by the parameter's
+        id. The second result has the tensors of the trained parameters. With `local.clip`, these
+        are joined: a tensor [K, n] has n values that follow one another in the vector.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -306,10 +306,11 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
-        """Return the weight of each of B samples in the loss of each of K lanes, [K, B].
+        """Return the weights of samples in the losses of K lanes, [K, B] for B samples in a lane.
 
-        It is 1 / (size of the lane's batch), and 0 for samples that only pad a batch.
-        batches: by lane number; lanes without a job are left out.
+        A sample's weight is 1 / (size of the lane's batch). Samples that only pad a batch have
+        weight 0.
+        batches: the batch of each lane, by lane number; lanes without a job are left out.
         """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():

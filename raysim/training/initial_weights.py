@@ -94,8 +94,9 @@ class InitialWeights:
     def check_base(self, networks: Mapping[str, nn.Module], personal: Collection[str]) -> None:
         """Raise ValueError if the adapters in the file do not fit the run's frozen weights.
 
-        Adapters fit if they were trained with the same frozen weights, by the file's checksum
-        (`self.base`). Without a checksum or an adapter there is nothing to check.
+        Adapters fit if they were trained with the same frozen weights. The file's checksum
+        (`self.base`) tells which weights these were. Check nothing if the file has no checksum, or
+        if the run loads no adapter from the file.
 
         personal: full names of tensors that stay on the clients; the file may lack them.
         """
@@ -195,7 +196,7 @@ class InitialWeights:
         - another network than "model" as a whole, but not a part of it;
         - all adapters, if it has the frozen weights of the layers with adapters.
 
-        wanted: the tensors that start from the file, by `init.only` and `init.redraw`.
+        wanted: the names of the tensors that `init.only` and `init.redraw` let start from the file.
         available: these tensors' arrays in the file.
         is_partial: True if `init.only` is set.
         """
@@ -344,8 +345,8 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
     """Return `init` with the checksum of its file, and the weights of the file.
 
     Without a file (`init.file` is None), return `init` and None.
-    Raises ValueError if the file cannot be read or contains no state dict, or if its checksum
-    differs from a set `init.sha256`.
+    Raises ValueError if the file cannot be read or contains no state dict, or if `init.sha256` is
+    set and the file has another checksum.
     """
     if init.file is None:
         return init, None

@@ -152,8 +152,8 @@ class LaneLoop(ABC, Generic[L]):
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
         """Divide jobs among the K lanes; return for each lane its jobs, as indices into `numbers`.
 
-        The job with number n trains in the lane (n + n // K) % K, which also spreads multiples of
-        K.
+        The job with number n trains in the lane (n + n // K) % K. With this rule, jobs whose
+        numbers are multiples of K do not all train in the same lane.
         """
         # The last bit of a result may depend on the lane, because kernels may compute the last
         # entries of a tensor in another way. Therefore the lane depends only on the job's number.

@@ -93,7 +93,7 @@ class OwnTraining:
     def train(self, ctx: Context) -> LocalResult:
         """Run the user's training function for one client.
 
-        The vector has the received model before the call, and the trained model afterwards.
+        `self.vector` has the received model before the call, and the trained model afterwards.
 
         Raises LocalTrainingError if the function returns neither a `LocalResult` nor None, or
         changes the shape of a tensor.

@@ -137,10 +137,10 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     """Return columns of a history row: means of the probes' measures over all probed clients.
 
-    Let a client have u probed samples of unseen classes and s of seen classes. The client's weight
-    is u for "unseen_probability" and "seen_share", u * s for "feature_likeness", and else u + s.
-    "local_accuracy_worst" is the lowest accuracy of a client. None means that no client has a
-    value.
+    Let a client have u probed samples of classes that it has not seen, and s samples of classes
+    that it has seen. In a mean, the client's weight is u for "unseen_probability" and "seen_share",
+    u * s for "feature_likeness", and u + s for other columns. "local_accuracy_worst" is not a mean,
+    but the lowest accuracy of a client. A column is None if no client has a value for it.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

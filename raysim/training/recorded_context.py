@@ -162,7 +162,7 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 class Sizes:
     """The sizes of a job's batches and of its client's data, for hooks in a recorded step.
 
-    This object replaces the job's `Plan`, without the positions of the samples.
+    This object replaces the job's `Plan`. It does not have the positions of the samples.
 
     sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
@@ -185,7 +185,7 @@ class RecordedContext(Context):
     rate: the learning rate, a scalar tensor.
     reads: gets the names of all values that are read.
     frozen_vector: returns the vector of a frozen copy of the networks, by the copy's name.
-    iteration: a stack that the caller closes at the end of the step, which resets the frozen
+    iteration: a stack that the caller closes at the end of the step. Closing it resets the frozen
     copies.
     """
 
