@@ -214,8 +214,9 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
-        A vector is a weighted sum of the m updates, and is given by the m weights.
-        overlap: the inner product of a pair of vectors, before either vector was changed.
+        a, direction: a pair of vectors. Each vector is a weighted sum of the m updates, and its
+        array has the m weights.
+        overlap: the inner product of the pair, before either vector was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -224,7 +225,8 @@ def _harmonize_in_tree(
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
         """Return the vector a + b; if <a, b> is negative, first remove the conflict.
 
-        The arrays have the weights of the m updates in each vector.
+        a, b: each vector is a weighted sum of the m updates, and its array has the m weights. The
+        result is such an array, too.
         is_last_pair: True if only `a` and `b` are left. The formula for `b` then uses the changed
         `a`.
         """

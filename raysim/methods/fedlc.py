@@ -60,7 +60,8 @@ def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tens
 
     calibrated: u, [B, C], the logits minus the margins.
     labels: int64 [B], the label y of each sample b.
-    has_several: a bool scalar; False makes the loss 0.
+    has_several: a bool scalar, True if more than one class has a finite margin. False makes the
+    loss 0.
     """
     true_class = labels.unsqueeze(1)
     without_true = calibrated.scatter(1, true_class, -torch.inf).logsumexp(dim=1)

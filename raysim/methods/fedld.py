@@ -94,10 +94,10 @@ def margin_control_penalty(
 
 
 def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return the logits of each row times 1 - sigmoid(margin / temperature), [B, C].
+    """Return damped logits, [B, C]: each row is multiplied by a factor of its own.
 
-    The margin is the label's logit minus the largest other logit. Gradients also flow through this
-    factor.
+    The factor of a row is 1 - sigmoid(margin / temperature). The margin is the logit of the label
+    minus the largest other logit of the row. Gradients also flow through the factor.
     logits: [B, C].
     labels: int64 [B].
     """

@@ -235,9 +235,11 @@ class FedAvgM(Method):
 class _Adaptive(Method):
     """The base class of FedAdagrad, FedAdam and FedYogi.
 
-    The server stores moments of the updates and of their squares.
+    The server stores two moments. The first is a moving average of the mean updates. The second is
+    computed from their squares.
     server_lr: the server's learning rate eta.
     tau: the constant that is added to the root of the second moment.
+    beta1: the factor on the old first moment.
     """
 
     paper = "Reddi et al., ICLR 2021"

@@ -368,10 +368,11 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a job minus that of plain training, as a number of trained samples.
+        """Return how much more a job costs than plain training, as a number of trained samples.
 
-        Two forward passes over the client's samples measure statistics. A forward pass costs a
-        third of training. So does a step that trains the head.
+        Two forward passes over the client's samples measure statistics. For one sample, a forward
+        pass costs a third of training the model. Training only the head also costs a third, which
+        lowers the result; the result may be negative.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

@@ -52,10 +52,11 @@ def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
     """Return FedASAM's shift to a point with a higher loss, [n]: rho T^2 g / norm(T g).
 
-    T has the absolute values of `params` plus eta.
+    Each entry of T is the absolute value of a parameter plus eta.
 
-    params, grad: the parameters and the gradient g, [n].
-    rho: the norm of shift / T.
+    params: the parameters, [n].
+    grad: the gradient g, [n].
+    rho: if each entry of the shift is divided by its entry of T, the result has the norm rho.
     """
     scale = params.abs() + eta
     return scale * sharpness_shift(scale * grad, rho)

@@ -236,8 +236,8 @@ class FedSR(Method):
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the standard deviation of the features, each [B, Z].
 
-    features: [B, Z], a tensor from `Gaussian.features`, or the first B rows of such a tensor as a
-    slice.
+    features: [B, Z], a tensor that `Gaussian.features` returned. It may also be a slice with the
+    first B rows of such a tensor.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]

@@ -55,8 +55,9 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
-    Rows of A have the norm 1 and the order of the singular values. If left @ right has a rank k
-    below r, the last r - k columns of B are 0. The last r - k rows of A are then those of `old_a`.
+    Each row of A has the norm 1 and belongs to a singular value; the row of the largest one comes
+    first. If left @ right has a rank k below r, the last r - k columns of B are 0. The last r - k
+    rows of A are then those of `old_a`.
 
     left: [m, R], with R >= r.
     right: [R, n].
@@ -133,9 +134,10 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return models' vectors and coefficients; the sum of coefficient * B A is the clients' mean.
+    """Return the models from which the clients' mean product is computed.
 
-    B and A are the factors of any layer.
+    Each entry is the vector of a model, and a coefficient. In each layer, the mean product is the
+    sum over the entries of coefficient * B A, with the factors B and A from the vector.
     """
     # With p_i the weight of client i, divided by the sum of weights, the coefficients are p_i for
     # the model that client i trained, -p_i for the model that it received, and 1 for the current
@@ -167,8 +169,9 @@ def _split_mean(
     """Return new factors B [m, r] and A [r, n] of a layer, in float64.
 
     B A is the matrix of rank r that is nearest to the clients' mean product.
-    models: vectors of models and their coefficients, from `_shares_of_models`.
-    old_a: [r, n], the current factor A, which fills rows if the mean has a lower rank.
+    models: models and their coefficients, from `_shares_of_models`.
+    old_a: [r, n], the current factor A. If the mean has a rank k below r, the last r - k rows of
+    the new A are those of `old_a`.
     """
     left, right = [], []
     for vector, share in models:

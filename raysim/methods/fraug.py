@@ -31,7 +31,8 @@ Departures from the paper
 - The norm of generated features has no limit. The run warns above 10 times the norm of real
   features. A smaller lambda_G or learning rate of the generator helps.
 - BatchNorm layers are found by type, so also in the shortcuts of a ResNet.
-- The optimizers of generator and RTNet have multiples of local.lr, otherwise the local settings.
+- The learning rates of generator and RTNet are multiples of local.lr. All other settings of their
+  optimizers are those of the classifier's optimizer.
 """
 
 from __future__ import annotations
@@ -375,10 +376,11 @@ class FRAug(Method):
         return [stages if size > 1 else () for size in plan.sizes]
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
+        """Return how much more a job costs than plain training, as a number of trained samples.
 
-        The unit is the training of one sample. The cost of generator and RTNet is estimated by
-        their share of the parameters. The estimate is too high for a model with convolutions.
+        The cost has two parts: a forward pass of the model in eval mode, and the passes of
+        generator and RTNet. The second part is estimated from the number of parameters of these
+        networks, compared with the model. The estimate is too high for a model with convolutions.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)

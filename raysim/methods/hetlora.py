@@ -89,10 +89,11 @@ class HetLoRA(Method):
     ranks: the initial ranks of the clients; None gives all model.lora.rank. From a list, each
     client draws its rank. A mapping has a rank for each kind of device, such as {phone_low: 2,
     tablet: 8}.
-    sparsity: True multiplies a client's weight by the norm of its product B A.
+    sparsity: True multiplies a client's weight by the norm of its products B A.
     lam: the weight of a penalty on the last columns of B and rows of A. If training lowers the
-    penalty, the client removes them. 0 switches this off.
-    gamma: the first floor(gamma * r) of r columns and rows, but at least one, are kept.
+    penalty, the client removes these columns and rows. 0 means no penalty, and nothing is removed.
+    gamma: the penalty spares the first floor(gamma * r) of r columns and rows. At least one column
+    and row stay when a client removes the others.
     """
 
     name = "hetlora"
@@ -164,8 +165,8 @@ class HetLoRA(Method):
     def end(self, job: LocalJob) -> None:
         """Lower the client's rank if training made the penalty (`tail_sum`) smaller.
 
-        The new rank is max(1, floor(gamma * rank)). The factors beyond it become 0. The client
-        state stores the rank.
+        The new rank is max(1, floor(gamma * rank)). Rows of A and columns of B after the new rank
+        become 0. The client state stores the rank, whether it is lower or not.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
@@ -176,10 +177,11 @@ class HetLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each update's weight by the norm of the client's products B A over all adapters.
+        """Multiply each update's weight by a norm of the client's trained adapters.
 
-        The norms are first divided by their mean over the participants. If this mean is 0, the
-        weights do not change.
+        `product_norm` computes one norm for each client, from the products B A of all adapters.
+        These norms are divided by their mean over the participants. If this mean is 0, the weights
+        do not change.
         """
         norms = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
@@ -196,8 +198,10 @@ def _add_norm_gradient(
 ) -> None:
     """Add the gradient of factor * |values| to `grad`, in place.
 
-    grad: the gradient of the parameters in the slice `at` of the vector.
-    values_at: the slice of the vector with `values`. If it is not inside `at`, nothing is added.
+    grad: the gradient with respect to the parameters in the slice `at` of the vector.
+    values: some of the vector's parameters.
+    values_at: the slice of the vector that has `values`. If it is not inside `at`, nothing is
+    added.
     """
     if at.start <= values_at.start and values_at.stop <= at.stop:
         unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)

@@ -83,7 +83,7 @@ class Mixup(Method):
     """A method that trains on weighted means of two samples and of their labels.
 
     `Batch.pair` keeps the labels of both samples, for methods that need class numbers.
-    alpha: both parameters of the Beta distribution of the weight, drawn for each batch.
+    alpha: the weight of each batch is drawn from the distribution Beta(alpha, alpha).
     """
 
     name = "mixup"

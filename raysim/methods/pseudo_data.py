@@ -1,9 +1,13 @@
 """Make the pseudo-data of FedBR: means of clients' samples, or of samples of a public set.
 
-The setting `sources` says how samples are drawn. "balanced" draws every client equally often
-(Algorithm 2 of FedBR), "unbalanced" in proportion to the client's samples. "classes" also draws
-each class of a client equally often. In a public set, "balanced" and "classes" draw every class
-equally often, "unbalanced" every sample.
+The setting `sources` says how samples are drawn. For means of clients' samples:
+
+- "balanced" draws all clients with the same probability, as in Algorithm 2 of FedBR.
+- "unbalanced" draws a client with a probability in proportion to its number of samples.
+- "classes" draws all clients, and all classes of a client, with the same probability.
+
+For means of a public set, "balanced" and "classes" draw all classes with the same probability.
+"unbalanced" draws all samples with the same probability.
 """
 
 from __future__ import annotations
@@ -39,14 +43,18 @@ SamplingRule: TypeAlias = Literal["balanced", "unbalanced", "classes"]
 
 @dataclass(frozen=True)
 class PseudoData:
-    """Settings of a run's pseudo-data, which the server sends to clients: means of samples.
+    """The settings of a run's pseudo-data.
 
-    kind: "rsm" makes means of clients' samples, "mixture" of the public `proxy` set.
-    rows: the number of means.
+    Pseudo-data are means of samples. The server sends them to the clients.
+
+    kind: "rsm" makes means of clients' samples, "mixture" makes means of a public set's samples.
+    rows: the number of means that a client receives.
+    samples_per_mean: the number of samples in each mean.
     means_per_client: for "rsm", the number of means that each client sends before round 0.
-    refresh: "round" draws new means in every round, as in the paper; "once" only at the start, as
-    in the released code.
-    sources: a rule that the module's docstring describes.
+    refresh: "round" draws new means in every round, as in the paper; "once" draws means only at the
+    start, as in the released code.
+    sources: how samples are drawn; the module's docstring describes the rules.
+    proxy: the source of the public set; "rsm" does not use it.
     fresh: True computes new means in each job from all clients' raw samples. A real system could
     not do this.
     Raises ValueError for settings that do not fit together.
@@ -194,8 +202,8 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
     """Return means of samples drawn from the client with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: with "classes", all of the client's classes are equally probable. With other values,
-    all samples are.
+    sources: "classes" draws all classes of the client with the same probability. All other values
+    draw all samples of the client with the same probability.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())

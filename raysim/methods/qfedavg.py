@@ -50,9 +50,10 @@ def divisor(
 ) -> float:
     """Return the divisor of the weighted sum of updates: the sum over clients of w (1 + q c / F).
 
-    weights: w, the aggregation weight of the client, already multiplied by F^q.
-    losses: F, the loss of the received model on the client's data.
-    curvatures: c, the squared norm of the client's update divided by the learning rate.
+    weights: w for each client: the aggregation weight, already multiplied by F^q.
+    losses: F for each client: the loss of the received model on the client's data.
+    curvatures: c for each client: the squared norm of the update, divided by the job's learning
+    rate.
     """
     total = 0.0
     for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):

@@ -176,9 +176,8 @@ class StreamingDiLoCo(Method):
     def begin(self, job: LocalJob) -> None:
         """Start from the client's last trained model, with some fragments of the received model.
 
-        These are the fragments that were synchronised since the base version of the client's
-        previous job.
-        The first job starts from the whole received model.
+        The received fragments are those that were synchronised since the base version of the
+        client's previous job. The first job starts from the whole received model.
         """
         trained = job.layout.trained
         version = int(job.state["version"])

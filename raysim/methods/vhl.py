@@ -238,8 +238,9 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
-        This is the number of the job's real trained samples. It doubles if another method changes
-        the inputs, because VHL then also trains on the unchanged real samples.
+        The cost is an estimate: it assumes that a step has as many virtual as real samples, for any
+        `virtual_batch`. The cost doubles if another method changes the inputs, because VHL then
+        also trains on the unchanged real samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0

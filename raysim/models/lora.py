@@ -187,9 +187,9 @@ def _named_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
 
     An entry selects all layers whose name is the entry, or ends with "." and the entry.
     inner: the model, without a separate head.
-    place: the end of an error, about where these layers are.
-    Raises ValueError if an entry selects no layer, there is no entry, or a layer is narrower than
-    the rank.
+    place: words for the error that say where the layers must be, such as " in front of its head".
+    Raises ValueError if an entry selects no layer, if there is no entry, or if a layer has fewer
+    inputs or outputs than the rank.
     """
     all_names = [name for name, _ in inner.named_modules() if name]
     names: list[str] = []

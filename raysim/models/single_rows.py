@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
-    """Return the first layer that prevents training on one row, as text; "" if none does.
+    """Return the name and type of the first layer that prevents training on one row.
 
-    Such a layer raises an error, or its outputs are not finite. Also return "" if the model cannot
-    train on two rows.
-    make_inputs: returns inputs with the given number of rows.
+    Such a layer raises an error, or its outputs are not finite. Return "" if there is no such
+    layer, or if the model cannot train on two rows either.
+    make_inputs: receives a number of rows, and returns inputs with so many rows.
     """
     parameter = next(model.parameters(), torch.empty(0))
     devices = [parameter.device] if parameter.device.type == "cuda" else []

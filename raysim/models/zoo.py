@@ -322,9 +322,10 @@ def _check_shapes(
 ) -> None:
     """Raise ValueError if pretrained weights have other shapes than the weights of the model.
 
-    mismatched: names of weights with their shapes in the file and in the model.
-    head_size: the number of outputs of the head, whose weights may differ; None requires equal
-    shapes there.
+    mismatched: the weights with different shapes: the name, the shape in the file, and the shape in
+    the model.
+    head_size: the number of outputs of the head. A weight whose first dimension in the model is
+    this number may have another first dimension in the file. None allows no difference.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):
@@ -343,7 +344,8 @@ def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | Non
     """Return the names of the network's weights that stay random, except those of the head.
 
     missing: the names of the weights that no pretrained file has.
-    head_size: the number of rows of the head's weights; None leaves out no weights.
+    head_size: the number of outputs of the head. Weights with this number of rows count as the
+    head's, and are not returned. None returns all weights.
     """
     state = net.state_dict()
     return [

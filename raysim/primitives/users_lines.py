@@ -13,8 +13,10 @@ _PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 def users_line(error: BaseException, folder: Path | None = None) -> str:
     """Return text that names the line of the user's code in which an error was raised.
 
-    The text is " (file, line N: code)", or "" without a line of the user's code.
-    folder: lines in this folder of the user are preferred; None if the folder is unknown.
+    The text is " (file, line N: code)", or "" if the error passed through no line of the user's
+    code.
+    folder: the folder with the user's code; None if it is unknown. If the error passed through
+    lines in this folder and elsewhere, a line in the folder is named.
     """
     frames = [
         frame

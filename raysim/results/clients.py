@@ -34,8 +34,9 @@ USER = "user"  # the column of the users' names
 class ClientLabels:
     """The number of training samples of each client and class.
 
-    client, label, samples: client number, class number and number of samples, for each pair of
-    client and class that has samples.
+    client, label, samples: three arrays of the same length. Each position stands for a client and a
+    class of which the client has samples: the client's number, the number of the class, and the
+    number of these samples.
     clients: the number of all clients, including those without samples.
     classes: the names of the classes.
     """

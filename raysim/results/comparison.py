@@ -106,8 +106,9 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        The axes are rounds, and also traffic, virtual time, energy, money and CO2, unless the
-        quantity is 0 everywhere or a round costs the same in all settings.
+        The horizontal axes are rounds, traffic, virtual time, energy, money and CO2. An axis other
+        than rounds is left out if its values are 0 everywhere, or if all settings have almost the
+        same value in each round.
         """
         from raysim.results.page import setting_curves
 
@@ -216,12 +217,13 @@ def report(
 
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
-    labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
+    labels: a mapping from the old to the new labels of settings, or a text such as
+    "fedavg=FedAvg,fedprox=FedProx".
     order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Settings that
     are not listed follow those with the same data and split, or come at the end.
     percent: True shows scores between 0 and 1 in percent.
-    thresholds: target scores of the table `thresholds`. () takes the highest reached ones of
-    `rounds_to` in the summaries, four in the table and two on the HTML page.
+    thresholds: target scores of the table `thresholds`. () takes scores from `rounds_to` in the
+    summaries: the highest ones that any run reached, four in the table and two on the HTML page.
     bold: "best" makes the best value of a column bold. "clear" does so only if its distance from
     the second-best value is larger than both standard deviations.
     width: the width of the figures in inches.
