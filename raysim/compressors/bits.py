@@ -40,7 +40,7 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _fold(unpacked: np.ndarray, width: int, packed: np.ndarray) -> None:
-    """Pack groups of 8 digits: from a byte for each digit to `width` bits for each digit.
+    """Pack digits in groups of 8: from a byte for each digit to `width` bits for each digit.
 
     unpacked: uint64 [n]; each of the 8 bytes of an entry is a digit below 2^width.
     width: 1, 2 or 4.
@@ -77,7 +77,7 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
-    """Unpack groups of 8 digits: from `width` bits for each digit to a byte for each digit.
+    """Unpack digits in groups of 8: from `width` bits for each digit to a byte for each digit.
 
     packed: [n], from `_fold`.
     width: 1, 2 or 4.

@@ -158,10 +158,11 @@ class PowerSGD(Compressor):
     ) -> np.ndarray:
         """Return the message for a vector; the function `read` may compute the vector's entries.
 
-        values: float32 [layout.trained]. Entries that `read` computes are undefined at first.
+        values: float32 [layout.trained], the vector. Entries that `read` computes have no meaning
+        before it computes them.
         kept: the matrices Q of the sender's last message, concatenated.
-        read: takes a slice, returns these entries, and writes computed ones into `values`. It is
-        called once for each entry.
+        read: function that takes a slice of the vector's positions and returns the entries there.
+        If it computes them, it also writes them into `values`. It reads each entry only once.
         """
         parts: list[Tensor] = []
         used = 0

@@ -73,7 +73,7 @@ def _round_randomly(
         "ef14"     [entries], to fill with the decoded values    empty
         "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
-    contraction: the factor of decoded values under error feedback.
+    contraction: the factor by which decoded values are multiplied under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one
     # instruction. Numba uses 64 bits for a loop's index and for an argument that is a number, but
@@ -122,9 +122,10 @@ def _round_randomly(
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
-    """Fill `out` with the decoded digits: c * (k - s) / s for digit k in a bucket with scale c.
+    """Fill `out`, float32 [entries], with the decoded digits.
 
-    s is `levels`; all arguments are those of `_round_randomly`.
+    In a bucket with the scale c, the digit k is decoded as c * (k - s) / s, where s is `levels`.
+    The arguments except `out` are those of `_round_randomly`.
     """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
@@ -250,7 +251,8 @@ class _Quantizer(Compressor):
     ) -> Exchange:
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The results are those of `Compressor.exchange`, in one faster pass over the entries.
+        The results are those of `Compressor.exchange`. This function is faster, because it rounds
+        and decodes the entries in one pass.
         `values` may be overwritten. An empty `memory` stands for zeros, and `kept` is not used.
         """
         if not (self._is_direct(values) and len(memory)):

@@ -125,9 +125,11 @@ def _candidates(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Find candidates for the largest absolute values in the difference `values - memory`.
 
-    Return their ascending positions and their values in the difference. They include the `count`
-    largest ones. Return None if a search by a sample does not pay or fails. An empty `memory`
-    stands for zeros.
+    A sample of the entries gives a threshold. The candidates are all entries with an absolute value
+    of at least this threshold, and include the `count` largest ones. Return their ascending
+    positions and their values in the difference.
+    Return None if the vector is short, if `count` is a large part of it, or if the threshold turns
+    out to be too low or too high. An empty `memory` stands for zeros.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:

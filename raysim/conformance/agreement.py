@@ -37,9 +37,9 @@ def check_workers(
 ) -> None:
     """Check that a run has the same bits and history on one worker and on several.
 
-    make: returns the run, with new method objects at each call.
+    make: function that returns the run, with new method objects in each call.
     fleet: None uses `Lognormal`.
-    runtime: has several workers; None uses two workers in this process.
+    runtime: a runtime with several workers; None uses two workers in this process.
     """
     single = run(make(), schedule, fleet)
     several = run_to_end(

@@ -110,8 +110,9 @@ class WatchedRun:
 
     uploads: the tensors that clients send next to the update.
     personal: the networks' tensors that stay on the clients.
-    secrets: names and bytes of client states that no message may contain. Short and uniform states
-    are left out, and those that are equal to what is sent.
+    secrets: the names and the bytes of client states that no message may contain. States that have
+    few different bytes are left out. So are states that are equal to a declared upload or to most
+    of an update.
     """
 
     run: FinishedRun
@@ -222,7 +223,7 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(stored: bytes, update: bytes) -> bool:
-    """Return True if an update begins with a client state that is more than half of the update.
+    """Return True if an update begins with a client state, and this is more than half of it.
 
     For a shorter state, return False, because equal bytes may be a coincidence.
     stored: the bytes of the client state.

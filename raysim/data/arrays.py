@@ -177,11 +177,13 @@ def _split_halves(data: object) -> tuple[object, object]:
 def _read_half(
     part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return inputs, labels and, if any, users of the training data or of the test data.
+    """Return the inputs, the labels and the users of the training data or of the test data.
 
+    Without users, return only the inputs and the labels.
     part: (inputs, labels), (inputs, labels, users) or a torch `Dataset`.
     name: "train" or "test", for errors.
-    fields: a list that gets a tuple with a description of each input; () for a single input.
+    fields: a list to which this function appends a tuple: a description of each input, or () for a
+    single input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -307,12 +309,13 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return a dictionary or a list of labels for each sample; None if the labels are an array.
+    """Return the labels of each sample as a list or a dictionary; None if they are an array.
 
-    A list of lists is an array if `kind` is "positions", or if a value is neither an integer nor
-    text. It is also an array if every list has one value, or if lists of integers have the same
-    length. These two conditions do not hold if `kind` is "multilabel" and a value is neither 0 nor
-    1.
+    A list of lists is an array in each of these cases:
+    - `kind` is "positions".
+    - A value is neither an integer nor a text.
+    - Every list has one value, or all values are integers and all lists have the same length. If
+      `kind` is "multilabel", all values must also be 0 or 1.
     """
     if kind == "positions":
         return None

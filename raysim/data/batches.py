@@ -123,9 +123,10 @@ def _rotation_sources(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the position in the original image from which each pixel of a rotated image comes.
 
-    Positions are row * width + column, int64 [B, h * w]. They are 0 where the second result, bool
-    [B, h * w], is False: outside of the image.
-    degrees: [B], counter-clockwise.
+    Return two arrays [B, h * w]. The first one, int64, has the positions, row * width + column. The
+    second one, bool, is False for pixels that come from outside of the image. Their positions are
+    0.
+    degrees: [B], the angles, counter-clockwise.
     """
     radians = np.deg2rad(degrees)[:, None, None]
     y, x = np.ogrid[:height, :width]

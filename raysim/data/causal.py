@@ -384,7 +384,7 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
     """Return which documents are for testing, as bool [count].
 
-    The chosen documents are evenly spread over those of each user.
+    The same share of each user's documents is chosen, evenly spread over them.
     users: the user of each document; None if there are no users.
     fraction: the share of each user's documents that is for testing.
     """

@@ -71,8 +71,8 @@ def label_column(names: Sequence[str], label: str | None, fallback: str, place: 
     """Return the name of a table's column of labels.
 
     label: `data.label`, which names the column; or None.
-    fallback: `data.label_column`, which names it otherwise. In place of a missing "label", a usual
-    name of `LABEL_NAMES` is taken.
+    fallback: `data.label_column`, the column if `label` is None. If this is "label" and the table
+    has no such column, a column with one of the usual names `LABEL_NAMES` is taken.
     place: the table's name in errors.
     Raise ValueError if there is no such column.
     """
@@ -140,8 +140,9 @@ def describe_origin(
     user: str | None,
     unused: Sequence[str] = (),
 ) -> Origin:
-    """Return a description of the columns that became inputs, labels and users, with types.
+    """Return the names of the columns that became inputs, labels and users.
 
+    The names of input columns and label columns are followed by the types of these columns.
     types: the types of all columns, by name.
     user: the column of users; None if there is none.
     unused: the columns that were left out.
@@ -217,8 +218,8 @@ def read_inputs(
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Return the inputs of all samples as one array, and `Tokens` if they are token numbers.
 
-    columns: several columns of numbers, which are joined, or one column of numbers, vectors of one
-    length, token numbers (lists of integers) or text.
+    columns: several columns of numbers, which are joined, or one column. One column may contain
+    numbers, vectors of equal length, token numbers (as lists of integers) or text.
     place: the table's name in errors.
     Raise ValueError for other columns and for missing values (null).
     """
@@ -498,7 +499,8 @@ def assemble(
     """Return the samples of a data set; training samples come first.
 
     inputs, labels: the n samples, in any order.
-    users: [n], integers or text, each of which becomes a domain; or None.
+    users: [n], the user of each sample, as integers or text. Each user becomes a domain. None if
+    there are no users.
     is_test: bool [n].
     tokens: None if inputs are not tokens.
     origin: the columns that were read, for the plan of a run.

@@ -159,9 +159,9 @@ def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def _source_pixels(height: int, width: int, angle: float) -> tuple[Floats, Floats]:
-    """Return for each pixel of a rotated image the position (x, y) in the original image.
+    """Return the position in the original image from which each pixel of a rotated image comes.
 
-    x and y are float64 [height * width], in pixels.
+    The result is the pair (x, y) of arrays, float64 [height * width], in pixels.
     angle: the angle in degrees, counter-clockwise.
     """
     cos, sin = _cos_sin(angle)

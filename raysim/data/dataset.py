@@ -291,8 +291,8 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 def _verification_record(path: Path) -> tuple[Path, str]:
     """Return the path and the expected content of the file that records a verification.
 
-    This machine has verified the data set if this file exists with this content. The content
-    changes with the data set's file.
+    This machine has verified the data set if this file exists with this content. If the data set's
+    file changes, the expected content changes too.
     """
     stat = path.stat()
     record = path.parent / ".verified" / socket.gethostname() / path.name

@@ -34,9 +34,10 @@ class FederatedData:
     """The data that a run trains and evaluates on.
 
     central: the rows of the central test set.
-    title: data set and partitioner, with changed settings, for plots.
-    users: the name of each client: its user in the data, or its name in `partition=listed`; or
-    None.
+    title: the title of plots: the data set and the partitioner, with the settings that were
+    changed.
+    users: the name of each client, or None. This is the client's user in the data. With
+    `partition=listed`, it is the client's name in the lists.
     """
 
     dataset_path: Path

@@ -62,7 +62,8 @@ def pack_fields(
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    A row has the length of each array's first axis, its values, and zeros up to the longest.
+    A row has these numbers for each array, one array after another: the length of its first axis,
+    its values, and zeros that fill it up to the size of the largest array with this name.
     `unpack_targets` restores the arrays.
     targets: arrays by name for each sample, such as "boxes" [k, 4]. Only k may differ.
     place: the name of the data in errors.

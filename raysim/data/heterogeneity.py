@@ -21,7 +21,7 @@ def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return measures of how much clients differ in labels and sizes, by name.
 
     `SCALES` describes each measure. Clients without samples count only in "size_variation".
-    counts: [N, C], the training samples of each of N clients in each of C classes.
+    counts: [N, C], how many training samples each of N clients has in each of C classes.
     """
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]

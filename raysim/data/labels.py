@@ -25,7 +25,7 @@ class LabelSet(NamedTuple):
     """The labels of n samples as numbers, the names of the model's outputs, and the kind of task.
 
     values: class numbers [n] or [n, ...], or floats [n, outputs] or [n, outputs, ...].
-    names: the classes, labels or values of the model's outputs.
+    names: the name of the class, the label or the value that each output of the model stands for.
     targets: for kind="structure", a description of each array, in the order of a row of `values`;
     else ().
     """
@@ -51,7 +51,8 @@ def read_labels(
     names: the names of the model's outputs, or None.
     place: the source's name in errors.
     ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`.
-    Raise ValueError if the labels do not fit the kind, and for kind="causal", which has none.
+    Raise ValueError if the labels do not fit the kind. Raise it also for kind="causal", because
+    language data have no labels.
     """
     if kind == "causal":
         raise streams_error(place)

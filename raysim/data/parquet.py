@@ -195,9 +195,9 @@ class Parquet(TableSource):
         """Choose the columns of the inputs, the label and the user.
 
         Columns that the settings do not name are chosen by their names and types.
-        path: the first file; all files have its columns.
+        path: the first file.
         Raise ValueError if the column of labels is missing, or if no input can be chosen. Input
-        columns that a setting names may still be missing.
+        columns that a setting names are not checked: they may be missing.
         """
         types = _column_types(path)
         names = list(types)
@@ -450,8 +450,8 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
     """Join the labels of all files; the result has the type of the first file's labels.
 
-    It is an array [rows], an array [rows, width] of equally long lists, or a list of lists or
-    dictionaries.
+    If each row has one label, this is an array [rows]. Lists of a fixed size become an array
+    [rows, size]. Other lists, and dictionaries, stay a list with one item for each row.
     """
     if isinstance(parts[0], list):
         rows: list[Any] = []

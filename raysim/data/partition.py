@@ -103,8 +103,8 @@ class Partitioner:
     fraction: the share of a client's training rows that the client uses.
     test_fraction: the share of each client's rows that are for testing. With None, each client is
     scored on the samples of the central test set that `tests` chooses.
-    validation_fraction: the share of each client's rows that are for validation, which chooses the
-    best round.
+    validation_fraction: the share of each client's rows that are for validation. Scores on these
+    rows choose the best round.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -216,7 +216,7 @@ class Dirichlet(Partitioner):
     The shares are drawn again until every client has `minimum` samples (Yurochkin et al. 2019).
     alpha: the parameter of the distribution. A small alpha gives most samples of a class to few
     clients.
-    balance: True gives no further classes to a client that has the mean number of samples.
+    balance: If True, a client that already has the mean number of samples gets no further classes.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number.
     grouping: the number of clients in a group. The samples are divided at random between the
@@ -486,7 +486,8 @@ class Natural(Partitioner):
     """A partition in which every user is a client.
 
     column: the column of the data with the user of each row. None makes each domain a user.
-    minimum: users with fewer samples, including later test samples, are left out.
+    minimum: the smallest number of samples of a user. Samples that are later held out for tests
+    count too. Users with fewer samples are left out.
     clients: the number of users to draw at random; None takes all with `minimum` samples.
     """
 

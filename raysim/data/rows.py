@@ -50,8 +50,9 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Convert labels to class numbers; return the numbers, and the names of the classes.
 
-    values: integers or text. A text has its position in `names`, or else in alphabetical order.
-    names: the class names. None allows integers below `samples`.
+    values: integers or text. The number of a text is its position in `names`. If `names` is None,
+    it is the position in the alphabetical order of the texts.
+    names: the class names. If this is None, integers must be below `samples`.
     place: the name of the source in errors.
     samples: the number of samples; None takes the length of `values`.
     Raise ValueError for labels that are neither integers nor text, or not one of the classes.
@@ -100,8 +101,8 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return the number of each row's domain, [n], and the names of all domains.
 
-    Domains without training rows come after all domains with training rows. Within both groups,
-    `order` decides.
+    All domains with training rows come first, and then all others. Each of these two groups has the
+    order of `order`.
     values: [n], the name of each row's domain.
     is_train: bool [n], True for training rows.
     order: the names of all domains; None uses `natural_order`.

@@ -78,7 +78,8 @@ class WebDataset(Source):
     label: the ending of the label; None finds a usual one, such as "cls". A label is an integer,
     text, an array, a picture whose pixels are classes, or JSON.
     user: the ending of the user; None finds a usual one, such as "user", if there is one.
-    test_fraction: the fraction of each class of each user for testing, if there are no test files.
+    test_fraction: the share of samples for testing, if there are no test files. The same share is
+    taken from each user and each class of the user.
     length: the largest number of tokens of a text; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
@@ -167,8 +168,8 @@ class WebDataset(Source):
         """Return the endings of the inputs, the ending of the label, and that of the user or None.
 
         sample: the files of the first sample, by ending.
-        Raise ValueError if no ending of labels is set or usual, or if no file is left for the
-        inputs.
+        Raise ValueError if `data.label` is not set and no ending is usual for labels. Raise it also
+        if no file is left for the inputs.
         """
         by_name = {_field_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")

@@ -10,7 +10,7 @@ from raysim.data.heterogeneity import entropy, heterogeneity
 
 
 def class_counts(data: FederatedData) -> Ints:
-    """Return the number of training samples of each of N clients in each of C classes, [N, C].
+    """Return how many training samples each of N clients has in each of C classes, [N, C].
 
     Unseen clients are included. Samples without a label are one more class. For data without
     classes, the result is [N, 1].

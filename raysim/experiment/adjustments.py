@@ -25,8 +25,8 @@ from raysim.training.run_spec import Checkpoint, RunSpec
 def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
     """Set each key to the value that a method requires, unless the user set the key.
 
-    Return the new configuration, and a sentence for each changed key. `Method.setup` later refuses
-    a value of the user that differs.
+    Return the new configuration, and a sentence for each changed key. If the user set a key to a
+    value that the method does not allow, `Method.setup` refuses it later.
     """
     sentences = []
     for method in methods:

@@ -129,10 +129,10 @@ def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
 def _trial_capacity(
     options: SweepOptions, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
-    """Return the resources that a worker reserves, and the number of trials that fit at once.
+    """Return what a worker reserves, by resource, and the number of trials that fit at once.
 
-    With sweep.workers=0, these are the resources of a trial. If nothing is reserved, the number is
-    sweep.concurrent or the CPUs of this machine.
+    With sweep.workers=0, a trial reserves these resources itself. If nothing is reserved, the
+    number of trials is `sweep.concurrent`, or else the number of this machine's CPUs.
     Raise `ValueError` if no trial fits.
     """
     resources = worker_resources(runtime, device, threads)
@@ -210,7 +210,7 @@ class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
     experiments: a few runs, which were built to check the searched values.
-    resources: those of a worker, or with sweep.workers=0 those of a trial.
+    resources: what a worker reserves, by resource. With sweep.workers=0, a trial reserves this.
     capacity: the number of trials that fit on the cluster at once.
     quiet: True prints no line about the state of the trials.
     """
