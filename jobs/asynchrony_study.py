@@ -161,8 +161,8 @@ def collect(folder: Path) -> None:
 def mean(values: Sequence[float | None], form: str) -> str:
     """Return the mean and the standard deviation of the values as text; "never" without values.
 
-    values: one value per run; None if the run has none. If some runs have none, the text says how
-    many have one.
+    values: one value for each run; None for a run without a value. If only some runs have a value,
+    the text also says how many.
     form: the format of both numbers, such as "{:.1f}".
     """
     reached = [value for value in values if value is not None]

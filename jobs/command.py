@@ -36,7 +36,8 @@ def run_study(
     """Run the command of a study that the command line names, and end this process.
 
     The command line is `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
-    usage: the text for any other command line. The exit status is then 1, or 0 with None.
+    usage: the text that is printed for any other command line; the exit status is then 1. None
+    prints nothing, and the exit status is 0.
     run_all: executes the runs of the study in FOLDER, with the overrides.
     collect: copies the numbers of the runs in FOLDER into a file of the repository.
     write_page: makes the study's page from this file.

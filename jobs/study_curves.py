@@ -49,11 +49,11 @@ def curves_figure(
 def draw_panel(
     ax: Any, curves_of: dict[str, Sequence[np.ndarray]], cost_label: str, tick_format: str
 ) -> None:
-    """Draw each entry's mean over the seeds as a line, and the range of the seeds as a band.
+    """Draw a line with the mean over the seeds, and a band with their range, for each name.
 
     Both are drawn only for costs at which all seeds have a value.
-    curves_of: the curves of each entry's seeds, by the entry's name. A curve is an array [points,
-    2] of ascending costs, and scores.
+    curves_of: maps each name to one curve for each seed. A curve is an array [points, 2]: each row
+    is a cost and the score at this cost, and the costs ascend.
     cost_label: the label of the horizontal, logarithmic axis.
     tick_format: the format of numbers on this axis, such as "{x:g}".
     """

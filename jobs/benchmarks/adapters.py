@@ -160,8 +160,9 @@ def peak_bytes(overrides: list[str]) -> int:
 def measure_memory() -> None:
     """Print the peak memory of the Ray actors, for each number format of the frozen weights.
 
-    The peak is that of the sum over coordinator and workers. Three runs differ in the numbers of
-    workers and clients: 1 and 4, 2 and 4, 2 and 64.
+    At each time, the memory of the coordinator and of all workers is added up; the peak is the
+    largest sum. Three runs are measured: with 1 worker and 4 clients, with 2 workers and 4 clients,
+    and with 2 workers and 64 clients.
     """
     size_mib = FROZEN_BYTES / 2**20
     print(

@@ -105,8 +105,9 @@ class IdleWorker(ReadyWorker):
 class CountingRuntime:
     """A wrapper of a runtime that counts calls, received arrays, and bytes between nodes.
 
-    `counts` has "calls" to workers and nodes, "arrays" that the coordinator has received, bytes of
-    versions to other nodes ("down"), and bytes of updates and sums from them ("up").
+    `counts` has four numbers. "calls" is the number of calls to workers and nodes. "arrays" is the
+    number of updates and sums that the coordinator has received. "down" is the bytes of versions
+    that went to other nodes. "up" is the bytes of updates and sums that came from other nodes.
     """
 
     def __init__(self, inner: Any):
@@ -136,7 +137,8 @@ class CountingRuntime:
         """Call a Python method of a worker, and return references to the values that it returns.
 
         Count the call. If the worker is on another node, also count the bytes of the versions in
-        `args`. A large version is a reference there, and `put` has counted its bytes.
+        `args`. A large version is passed as a reference. Its bytes are not counted again, because
+        `put` has counted them.
         """
         self.counts["calls"] += 1
         home = self.nodes[worker]
@@ -159,10 +161,10 @@ class CountingRuntime:
         return ref
 
     def get(self, ref: Any) -> Any:
-        """Wait for a value and return it; count the arrays of the value's updates and sums.
+        """Wait for a value and return it; count the updates and sums in it.
 
-        The number of arrays is added to `counts["arrays"]`. The bytes of arrays from other nodes
-        than the coordinator's are added to `counts["up"]`.
+        Each update or sum is an array. The number of arrays is added to `counts["arrays"]`. If the
+        value comes from another node, the bytes of its arrays are added to `counts["up"]`.
         """
         value = self._inner.get(ref)
         if isinstance(value, (TrainingResult, np.ndarray)):
@@ -199,8 +201,8 @@ class RoundCost:
     """The median cost of a round.
 
     way: how updates return, a key of `WAYS`.
-    calls, arrays: the coordinator's calls to workers and nodes, and the updates and sums that it
-    receives.
+    calls: the number of the coordinator's calls to workers and nodes.
+    arrays: the number of updates and sums that the coordinator receives.
     down, up: bytes from the coordinator to other nodes, and back.
     cpu, wall: seconds of the coordinator.
     parts: the coordinator's wall seconds in each of `PARTS`.
@@ -232,8 +234,8 @@ class Stopwatch:
     def watch(self, owner: Any, name: str, part: str, outer: str = "") -> None:
         """Time a Python method: each later call adds its wall seconds to `seconds[part]`.
 
-        outer: the part whose time contains the calls of this method, or "". The seconds are
-        subtracted from `seconds[outer]`, so that they are counted only once.
+        outer: the part during which this method is called, if that part is timed, too; else "". The
+        method's seconds are subtracted from `seconds[outer]`, so that they are counted only once.
         """
         inner = getattr(owner, name)
 

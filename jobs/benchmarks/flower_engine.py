@@ -87,8 +87,9 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
 def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, object]:
     """Time a workload alternately on raysim and on Flower's engine.
 
-    Return "seconds_per_round" for "raysim" and "flower", "ratio" (raysim's seconds divided by those
-    of Flower's engine, median) and "limit", the largest accepted ratio.
+    Return a dict. "seconds_per_round" has the measured seconds of "raysim" and of "flower". "ratio"
+    is raysim's seconds divided by those of Flower's engine, the median over the measurements.
+    "limit" is the largest accepted ratio.
     engine: the Python interpreter of Flower's engine.
     blocks: the number of measurements of each simulator.
     """

@@ -442,10 +442,10 @@ def compare_program(
 def programs_table(results: dict[str, dict[str, list[Measured]]]) -> str:
     """Return a table with a row for each program.
 
-    A row has the mean, lowest and highest accuracy over the seeds on raysim and on Flower's engine.
-    The last columns are raysim's wall time and CPU time divided by the engine's, medians over the
-    seeds.
-    results: by program, then "raysim" or "flower".
+    A row has the mean, lowest and highest accuracy over the seeds, both on raysim and on Flower's
+    engine. The last two columns have ratios: raysim's wall time divided by that of the engine, and
+    the same for the CPU time. Each ratio is the median over the seeds.
+    results: one measurement for each seed, by program and then by "raysim" or "flower".
     """
     rows = []
     for name, sides in results.items():

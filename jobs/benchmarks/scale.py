@@ -188,9 +188,11 @@ class ManyWorkers:
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call a method of a real worker, whose number is `worker` modulo the number of real workers.
+        """Call a method of a shown worker; a real worker executes the call.
 
         Return references to the values that the method returns.
+        worker: the number of the shown worker. The number of the real worker is the remainder of
+        `worker` divided by the number of real workers.
         """
         return self._inner.call(worker % self._inner.workers, method, *args, returns=returns)
 
@@ -276,7 +278,8 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Aggregatio
     """Measure the planner and all cases; print a table, and write the JSON file `out`.
 
     Return the cost of one aggregation for each case.
-    rounds: the number of measured aggregations of a case, times 100 for aggregations of one update.
+    rounds: the number of measured aggregations of each case. If the aggregations of a case have
+    only one update, 100 times as many are measured.
     """
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster

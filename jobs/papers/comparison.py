@@ -60,8 +60,8 @@ class Entry:
 
     command: the command of a run at the paper's setting.
     score: the rule that computes the score of a run.
-    variant: the difference of the methods' hyperparameters from the paper in all `matches`; "" if
-    there is none, or before `at` has divided the entry.
+    variant: how the methods' hyperparameters in the runs differ from the paper's; "" if they do
+    not differ. It is also "" until `at` has divided the entry by the hyperparameters of its runs.
     """
 
     cell: Cell
@@ -93,8 +93,8 @@ class Entry:
     def is_comparable(self) -> bool:
         """Return False if our scores cannot be compared with the printed number.
 
-        This is so if all runs use the same data set, and it is not the paper's. It is also so if
-        the number is an average over domains, and a run has other domains.
+        One reason is that all runs use the same data set, and that this is not the paper's. The
+        other reason is that the number is an average over domains, and a run has other domains.
         """
         has_other_domains = any("data.domains=" in match.setting for match in self.matches)
         if self.cell.column in AVERAGES and has_other_domains:
@@ -310,8 +310,9 @@ def _match(
 ) -> Iterator[str]:
     """Add each run to the entries with which it is compared; yield texts about each run.
 
-    A run belongs to an entry if it has the preset, the methods and the values of `_row_keys` of the
-    entry's command. The texts name the table rows, and the differences from the paper's setting.
+    A run is compared with an entry if it has the same preset and methods as the entry's command,
+    and the same values of the keys in `_row_keys`. The texts say to which rows of the paper's table
+    the run belongs, and how it differs from the paper's setting.
     """
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, ...], dict[str, str]] = {}
@@ -391,7 +392,8 @@ def _different(
 ) -> dict[str, str]:
     """Map configuration keys to texts about the differences between a run and a command.
 
-    preset: the values of the command's preset, methods and options, by key.
+    preset: the values that follow from the command's preset, methods and options, by
+    configuration key.
     row_keys: the keys that count as different even if the run lacks them.
     """
     # A key that only one of the two has follows from the choice of another option, which is a
@@ -433,8 +435,8 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines that say to which rows of a paper's table a run belongs, and how it differs.
 
-    labels: maps each difference from the paper's setting to the labels of the rows with this
-    difference; the key "" means no difference. If the run belongs to no row, `labels` is empty.
+    labels: the labels of these rows. Each key says how the run differs from the paper's setting
+    in these rows; "" means no difference. The mapping is empty if the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -550,8 +552,8 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield text tables, one for each column of the paper's table; then a legend of the marks.
 
-    A mark such as [a] means that a row's runs have other hyperparameters of the methods than the
-    paper.
+    A row has a mark such as [a] if its runs use other hyperparameters than the paper. The legend
+    says which.
     entries: the entries of one data set, whose runs have the same `Match.setting`.
     """
     variants = sorted({entry.variant for entry in entries} - {""})
@@ -592,10 +594,11 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return the last columns of a text table: for each title a list with one text per entry.
+    """Return the last columns of a text table, by title.
 
-    The columns are the additional scores of our runs, and how labels are split among clients.
-    cells: the entries in row order.
+    There is a column for each additional score of our runs, and one that says how labels are split
+    among clients. A column is a list with one text for each entry.
+    cells: the entries, in the order of the rows.
     """
     columns: dict[str, list[str]] = {}
     for entry in cells:

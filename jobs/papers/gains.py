@@ -197,8 +197,8 @@ def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
 def _terms(by_method: RunsByMethod, fedavg: RunsBySeed) -> Iterator[str]:
     """Yield a Markdown table of the terms of FedLD's loss decomposition (equation 2).
 
-    It has only terms that all of its runs measured, and only methods that measured them on at least
-    `MIN_PAIRS` of FedAvg's seeds.
+    A term is shown if all runs in the table measured it. A method is shown if it measured terms on
+    at least `MIN_PAIRS` of the seeds on which FedAvg measured them.
     """
     fedavg = _with_terms(fedavg)
     others = {}

@@ -190,7 +190,8 @@ def _results(
 def _scales(runs: Sequence[Run]) -> Iterator[str]:
     """Yield Markdown: a heading that names the scales of the runs, and the command of each scale.
 
-    A table with several columns, such as splits of the data, has a scale for each column.
+    A scale is the `Setting` at which runs were made. If the columns of a paper's table are
+    different settings, such as splits of the data, each column has its own scale.
     """
     scales = list(dict.fromkeys(setting_of(overrides_of(run)[1]) for run in runs))
     if len(scales) == 1:
@@ -268,7 +269,8 @@ def _machine(run: Run) -> str:
 def _commands(entries: Sequence[Entry]) -> str:
     """Return Markdown that lists the numbers of a paper's table, each with a command.
 
-    The command is that of a run with our result, or else of a run at the paper's setting.
+    If we have a result for a number, the command is that of the run with this result. Otherwise it
+    is the command of a run at the paper's setting.
     entries: the numbers of the paper's table.
     """
     cells_by_command: dict[str, list[str]] = {}

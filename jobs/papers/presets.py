@@ -51,10 +51,13 @@ class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
     column: the history column from which the score and the rounds until an accuracy are computed.
-    summary: returns the score from the rows of the history and the column's name, or None.
+    summary: function of the history's rows and the column's name. It returns the score, or None if
+    there is no score.
     factor: the factor on the score, such as 100 for percent.
-    spread: returns the deviation within one run in the same way; None if the table prints none.
-    additional_columns: maps titles to further columns with such a score.
+    spread: function with the same arguments that returns the deviation over the rounds of one run.
+    It is None if the table prints no such deviations.
+    additional_columns: history columns from which additional scores are computed in the same way,
+    by the title of the score.
     """
 
     column: str
@@ -176,9 +179,9 @@ FEDBR_ADDITIONAL_COLUMNS = {
 def fedbr_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FedBR's tables.
 
-    The score is the mean accuracy of the five best rounds in percent; in Table 14, of the worst
-    angle or client. In tables of costs, it is the millions of floats that a job receives, or a
-    job's seconds of training.
+    The score is an accuracy in percent, the mean over the five best rounds. For Table 14, it is the
+    accuracy of the worst angle or of the worst client. For tables of costs, the score is the number
+    of floats that a job receives, in millions, or the seconds that a job trains.
     """
     if cell.unit == "million parameters":
         # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the
@@ -305,8 +308,9 @@ FRAUG_SCORE_EXPLANATION = (
 def fraug_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FRAug's tables.
 
-    The score is the clients' test accuracy in percent, each in the round of the client's best
-    validation accuracy. Models with fine-tuned heads are scored once, at the end.
+    The score is the clients' mean test accuracy in percent. Each client's accuracy is that in the
+    round in which the client's validation accuracy is highest. Models with fine-tuned heads are
+    scored once, at the end.
     """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     letter = cell.column
@@ -389,8 +393,9 @@ FEDLD_SCORE_EXPLANATION = "The last accuracy on the central test set."
 def fedld_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for FedLD's tables.
 
-    The score is the last accuracy on the central test set, in percent: for FedBN and FedPAC the
-    mean over the clients' models, else that of the shared model.
+    The score is the last accuracy on the central test set, in percent. With FedBN and FedPAC, each
+    client has its own model, and the score is the mean over these models. With all other methods,
+    the score is that of the shared model.
     """
     return Score(
         "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100

@@ -61,8 +61,10 @@ class Table:
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
     metric: which score the table has, and from which rounds it is computed.
-    deviation_of: what deviations are taken over, such as "seeds", or "".
-    momentum: the local momentum by data set; {} if it does not differ or is not stated.
+    deviation_of: a text about the printed deviations: over which runs or rounds they are taken; ""
+    for no text.
+    momentum: the paper's local momentum for each data set; {} if the paper states none, or the same
+    for all data sets.
     notes: contradictions and missing information in the paper.
     """
 

@@ -32,8 +32,10 @@ from raysim.training.worker_states import WorkerStates
 class Scorer:
     """The part of a worker that scores models, without side effects on training.
 
-    Arguments of several functions: `task` names the model to score, the shared one or a client's,
-    and the samples. `sent` is the client's state, or None if it is on this worker or not needed.
+    Several functions have these arguments:
+
+    task: says which model is scored (the shared model or a client's), and on which samples.
+    sent: the client's state; None if it is on this worker, or if it is not needed.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):

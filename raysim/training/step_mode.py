@@ -115,8 +115,8 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
     Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps on a CPU
-    have several lanes for raysim's small networks of linear layers. This needs enough clients in
-    flight, with enough full batches.
+    have several lanes under three conditions. The model is one of raysim's small networks of linear
+    layers. Enough clients are in flight. Half of the clients have at least four batches of samples.
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):

@@ -306,8 +306,8 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        Nothing happens if there are no rows. The same holds for one row if a layer such as
-        BatchNorm needs two rows, unless only the head is trained.
+        Without rows, the model stays unchanged. It also stays unchanged with only one row if the
+        whole model is trained and a layer such as BatchNorm needs two rows.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
         """

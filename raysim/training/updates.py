@@ -30,10 +30,11 @@ _NO_COUNTERS = np.empty(0, np.int64)
 
 
 class NotFiniteError(FloatingPointError):
-    """The error for a client whose loss, update or client state is nan or infinite.
+    """The error for a client whose loss, trained tensors or upload have NaN or infinite values.
 
-    entry: the full name "method.name" of the tensor. It is "method.", without a name, after a
-    method's own training. It is "" for parameters, buffers or losses after raysim's training.
+    entry: "method.name", the full name of a tensor in the upload. After a method's own training, it
+    is "method.", the method's name and a dot. It is "" for parameters, buffers or losses after
+    raysim's training.
     """
 
     def __init__(self, text: str, entry: str = ""):

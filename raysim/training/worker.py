@@ -173,10 +173,11 @@ class Worker(SeparateSums):
         return a tuple of this result and each job's final client state. A failed job ends with the
         state from which it started.
 
-        groups: tuples of job numbers. A group's sum replaces its single deltas in the result.
-        versions: how many published versions are in `values`.
-        values: first these versions. If clients have states, each job's client state follows, or
-        None if this worker has it.
+        groups: tuples of job numbers. The result has one sum for each group, in place of the deltas
+        of its jobs.
+        versions: the number of published versions in `values`.
+        values: first the published versions. If clients have states, one client state for each job
+        follows; None means that this worker has the state.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])

@@ -62,8 +62,9 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 def linear_combination(
     rows: Sequence[Tensor], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 g_1 + w_2 g_2 + ... [d], bit-identical to the server's sum in this order.
+    """Return w_1 g_1 + w_2 g_2 + ... [d].
 
+    The server's sum is bit-identical if it adds up the same vectors in the same order.
     rows, weights: the vectors g_i [d] and the weights w_i.
     into: the tensor for the sum, or None for a new one.
     """

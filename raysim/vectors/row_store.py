@@ -80,9 +80,11 @@ def check_budget(
     """Raise ValueError if a cache of one row per client may become larger than its budget.
 
     key: the method's key ("method.ace").
-    size: bytes for each client.
+    size: bytes of a client's row.
     budget: the limit in GiB.
-    what, less: for the error, the kind of rows and a setting that would fit ("" for none).
+    what: what the rows are, for the text of the error.
+    less: a setting with which the cache would fit, such as "method.fedcda.memory=2". The error
+    suggests it; "" means that there is none.
     """
     needed = clients * size / GIB
     if needed <= budget:
@@ -103,10 +105,10 @@ def claim_rows(
 ) -> list[int]:
     """Return the index of each client's row in a cache; new clients get a row of zeros.
 
-    state: the method's server state. Its entries `cache` (the rows) and "clients" (the client of
-    each row) are replaced.
+    state: the method's server state. Two of its tensors are replaced: the rows of the cache, and
+    "clients", which has the client of each row.
     capacity: the number of rows to reserve if the cache has no reserved space.
-    cache: the name of the cache in `state`.
+    cache: the name of the rows in `state`.
     """
     ids = state["clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}

@@ -1,9 +1,9 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-A leaf is weight * vector, rounded. The part with a level and an index covers the leaves [index *
-2**level, (index + 1) * 2**level). The sum of a part is the rounded sum of its two halves. Missing
-leaves are left out. So the bits do not depend on which process adds up which part. In shapes, d is
-the length of a vector.
+A leaf is weight * vector, rounded. A part of the tree has a level and an index. It contains the
+leaves from index * 2**level up to, but without, (index + 1) * 2**level. The sum of a part is the
+rounded sum of the sums of its two halves. Missing leaves are left out. So the bits do not depend on
+which process adds up which part. In shapes, d is the length of a vector.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def sum_in_tree(
 ) -> Tensor | None:
     """Return the sum [d] of all leaves and of all `sums` on the CPU; None if there are none.
 
-    leaves: by position; None for a leaf that is missing or part of one of the `sums`.
-    sums: known sums of parts of the tree, by the range of their positions.
+    leaves: the leaves in the order of their positions. None stands for a leaf that is missing, or
+    that one of the `sums` already contains.
+    sums: known sums of parts of the tree. Each key is the range of a part's leaf positions.
     into: the tensor for the result, or None for a new one.
     """
     plan = _Plan(leaves, sums)
@@ -177,8 +178,8 @@ class _Plan:
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
         """Add the instructions that sum a subtree; return where its sum will be.
 
-        The result is the index of a buffer, the sum itself if the plan knows it, or None without
-        leaves.
+        The result is the index of the buffer that will have the sum. If the sum is already known,
+        the result is the sum itself. If the subtree has no leaves, the result is None.
 
         part: the positions of the subtree's leaves.
         buffer: the first buffer that the instructions may change.

@@ -51,8 +51,8 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 class Padded:
     """A loss for a network that predicts the number of boxes of each sample.
 
-    The loss of a sample is the squared error of this number. `collate` returns the true numbers for
-    the targets of a batch.
+    The loss of a sample is the squared error of this number. `collate` converts the targets of a
+    batch to the true numbers of boxes.
     """
 
     def collate(self, targets: list[dict[str, Tensor]]) -> Tensor:

@@ -34,7 +34,8 @@ def write_parquet(
     """Write one Parquet file with the columns "image" and "label".
 
     struct: True stores an image as {"bytes": ..., "path": ...}, False as its PNG bytes.
-    columns: further columns, by name. The key `metadata` is the metadata of the file.
+    columns: further columns, by name. An argument `metadata` is not a column, but the metadata of
+    the file.
     """
     content = [encoded(one) for one in pixels]
     images = (

@@ -28,10 +28,11 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
-    """Write folders of runs that are not trained, and replace the function `study.measured`.
+    """Write folders that look like finished runs, and let `study.measured` invent their numbers.
 
-    There are runs of DiLoCo at several learning rates, and of `study.UNCHANGED`, which changes no
-    weight. Their perplexity depends only on the learning rate.
+    No model is trained. There are runs of DiLoCo at several learning rates, and runs of
+    `study.UNCHANGED`, which changes no weight. The perplexity of a run depends only on its learning
+    rate.
 
     base_digest: the model_sha256 of all runs.
     """

@@ -388,11 +388,11 @@ class OneByOne:
 
 
 def distance(rule: Rule, arrivals: int = 1000) -> float:
-    """Return a server's mean distance from the optimum of a quadratic problem, at the end.
+    """Return the mean distance between a server's model and the optimum of a quadratic problem.
 
-    Each of 10 clients has the loss |x - a_i|^2 / 2, so the optimum is the mean of all a_i. Clients
-    0 to 4 are eight times as fast as clients 5 to 9, and have other a_i. The mean is over the last
-    fifth of the arrivals.
+    The distance is measured after each of the last fifth of the arrivals. Each of 10 clients has
+    the loss |x - a_i|^2 / 2, so the optimum is the mean of all a_i. Clients 0 to 4 are eight times
+    as fast as clients 5 to 9, and have other a_i.
     """
     draw = np.random.default_rng(0)
     optima = draw.normal(0, 3, (10, 5))

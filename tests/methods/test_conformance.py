@@ -150,8 +150,9 @@ class Plain:
 class Row:
     """A method with small settings, and what the tests expect of it.
 
-    plain: settings with which the method equals FedAvg, by their description.
-    uploads: the tensors that it uploads in addition to the update.
+    make: returns the method.
+    plain: settings with which the method equals FedAvg. Each key is a text about its settings.
+    uploads: the tensors that clients upload in addition to the update.
     personal: True if parameters stay on the clients.
     private: True if the method has a client state, which no message may contain.
     contributes: True if clients send tensors before round 0.

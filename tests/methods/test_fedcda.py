@@ -49,9 +49,10 @@ def case(
 ) -> dict[str, Any]:
     """Return random arguments for FedCDA's selection of one model per client.
 
-    clients, fixed: the numbers of clients without and with a selected model.
-    memory: the largest number of a client's candidates.
-    size: the number of parameters.
+    clients: the number of clients for which a model is to be selected.
+    memory: the largest number of models from which a client's model is selected.
+    fixed: the number of further clients, whose models are already selected.
+    size: the number of parameters of a model.
     """
     draw = np.random.default_rng(seed)
     return {

@@ -97,10 +97,11 @@ def test_fedpac_variance_is_never_negative(
 
 
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
-    """Return the matrix P of FedPAC's quadratic program for one client, by its definition.
+    """Return the matrix P of FedPAC's quadratic program for one client, from its definition.
 
     variances: [m], the variances V of all m clients.
-    weighted: [m, C, D], each client's mean features of each class, times its fraction of the class.
+    weighted: [m, C, D], for each client and class: the mean features of the client's samples of the
+    class, multiplied by the fraction of the client's samples that belong to the class.
     """
     difference = (weighted[client] - weighted).flatten(1)
     return torch.diag(variances) + difference @ difference.T

@@ -169,8 +169,8 @@ def test_fraug_sends_norm_layers_of_the_generator_only_if_they_are_shared(norm: 
 class Count(Method):
     """A method that counts optimizer steps in two ways at the end of each job.
 
-    `_steps` counts by the optimizer's state, which may include earlier jobs. `_moved` counts by
-    `LocalJob.moves`, for this job only.
+    `_steps` has the numbers from the optimizer's state, which may include steps of earlier jobs.
+    `_moved` has the numbers from `LocalJob.moves`, which include only steps of this job.
     """
 
     name, paper = "count", "a test"

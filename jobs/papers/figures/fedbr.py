@@ -1,7 +1,7 @@
 """Redraw figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
 
-Probes (`raysim.results.probes`) measure features and outputs of clients' models before aggregation,
-on equally many test samples of each class if there are enough.
+Probes (`raysim.results.probes`) measure features and outputs of clients' models before aggregation.
+They use the same number of test samples of each class; of a class with fewer samples, they use all.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def features(runs: Runs) -> Sequence[Panel]:
     """Return three panels with the features of a central, a local and the global model.
 
     The central model is trained on all data. The global model is what clients receive in FedAvg's
-    last round. The client with the fewest classes trains the local model from it.
+    last round. The local model is trained by the client with the fewest classes, starting from the
+    global model.
     """
     federated = probes(run_with_probes(runs, "method=fedavg"))
     central = probes(run_with_probes(runs, "method=centralized"))[0]
@@ -106,9 +107,9 @@ def features(runs: Runs) -> Sequence[Panel]:
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return one panel, a bar chart about the client that has the fewest classes.
 
-    is_local: True shows the mean output of the client's trained model on test samples of classes
-    that the client lacks, or 0 without such classes. False shows the fraction of the client's
-    training samples in each class.
+    is_local: True shows the mean output of the client's trained model on test samples. Only samples
+    of classes that the client lacks are used; without such samples, all bars are 0. False shows the
+    fraction of the client's training samples in each class.
     """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))

@@ -27,8 +27,8 @@ SMALL = (
 def terms(runs: Runs) -> Sequence[Panel]:
     """Return a panel for each of the two terms of FedLD's loss decomposition.
 
-    A panel shows a term's absolute value in FedAvg's last round, a mean over seeds, against alpha
-    of the Dirichlet partition.
+    The x-axis is the value alpha of the Dirichlet partition. The y-axis is the absolute value of
+    the term in the last round of FedAvg, averaged over the seeds.
     """
     means: dict[str, list[float]] = {name: [] for name in TERMS}
     for alpha in ALPHAS:

@@ -22,8 +22,8 @@ SMALL = (
 def shares(runs: Runs) -> Sequence[Panel]:
     """Return one panel: each method's accuracy against the amount of training data.
 
-    The x-axis is `partition.fraction`. The accuracy is the clients' mean test accuracy, each in the
-    scored round of the client's best validation score.
+    The x-axis is `partition.fraction`. The accuracy is the clients' mean test accuracy. For each
+    client, it is taken from the scored round in which the client's validation score is best.
     """
     lines = []
     for label, method in METHODS.items():

@@ -58,8 +58,8 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
 def same(stored: Mapping[str, str], planned: Mapping[str, str]) -> bool:
     """Return whether a stored run and a planned run have equal settings.
 
-    A key that only one run has is ignored, because stored runs may lack newer settings. Planned
-    values in `OPEN` equal all stored values.
+    A key that only one run has is ignored, because stored runs may lack newer settings. If a key
+    and its planned value are in `OPEN`, every stored value of the key counts as equal.
     """
     both = {(key, planned[key]): value for key, value in stored.items() if key in planned}
     return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
