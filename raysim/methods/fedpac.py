@@ -192,11 +192,11 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
     """Return the weights a, float64 [m], that minimise a^T P a, with a_j >= 0 and sum 1.
 
-    P is diag(variances) + offsets offsets^T. A participant with a 0 in P's diagonal gets all
-    weight.
+    P is diag(variances) + offsets offsets^T. If the diagonal of P has a 0 for a participant, this
+    participant gets the weight 1.
     variances: [m].
     offsets: [m, k].
-    preferred: the first choice if several have a 0.
+    preferred: the participant that gets the weight 1 if the diagonal has a 0 for it and for others.
     """
     # With A^T A = P, let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b).
     diagonal = variances + offsets.square().sum(1)

@@ -151,7 +151,9 @@ class FedSR(Method):
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
     probabilistic: False is FedL2R: no noise, and only the norm as penalty.
-    share_reference: True averages the Gaussians and the factor s over the clients.
+    share_reference: True averages the Gaussians over the clients, and also the factor s by which
+    features are multiplied before they are compared with a Gaussian. False keeps the Gaussians and
+    s on the client.
     """
 
     name = "fedsr"

@@ -198,7 +198,8 @@ class FRAug(Method):
     rtnet_lam: the weight of the distance between synthetic features and their anchors, which RTNet
     decreases.
     generator_metric, rtnet_metric: the measure of the distance: "mmd", "mmd_moments", "mmd_classes"
-    or "mse". "mse" compares generated features with class prototypes.
+    or "mse", as `feature_distance` describes them. For the generator, "mse" compares generated
+    features with class prototypes in place of real features.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.

@@ -121,8 +121,8 @@ class GroupDRO(Method):
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         """Update each participant's q, and multiply the weight of the participant's update by q.
 
-        q is multiplied by exp(step_size * loss), with the uploaded loss. For the weights, q is
-        divided by the largest q of the participants.
+        q is first multiplied by exp(step_size * loss), with the loss that the participant uploaded.
+        The factor on an update's weight is then q divided by the largest q of all participants.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

@@ -219,8 +219,9 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: a mapping from the old to the new labels of settings, or a text such as
     "fedavg=FedAvg,fedprox=FedProx".
-    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Settings that
-    are not listed follow those with the same data and split, or come at the end.
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
+    that is not listed follows the last setting with the same data and split. If there is none, it
+    comes at the end.
     percent: True shows scores between 0 and 1 in percent.
     thresholds: target scores of the table `thresholds`. () takes scores from `rounds_to` in the
     summaries: the highest ones that any run reached, four in the table and two on the HTML page.
