@@ -49,7 +49,7 @@ def curves_figure(
 def draw_panel(
     ax: Any, curves_of: dict[str, Sequence[np.ndarray]], cost_label: str, tick_format: str
 ) -> None:
-    """Draw a line with the mean over the seeds, and a band with their range, for each name.
+    """Draw, for each name, a line with the mean over the seeds and a band with their range.
 
     Both are drawn only for costs at which all seeds have a value.
     curves_of: maps each name to one curve for each seed. A curve is an array [points, 2]: each row

@@ -51,7 +51,7 @@ class Case:
     clients: the number of clients that train at the same time.
     widths: the widths of the model's hidden layers.
     fleet: "ideal" or "lognormal".
-    ray: False makes the workers objects in this process.
+    ray: True starts the workers on Ray; False creates them as objects in this process.
     alone: True aggregates each update as soon as it arrives, and uses two workers.
     """
 

@@ -28,8 +28,8 @@ RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key includes the
 class PairedSetting:
     """Runs of FedAvg and of other methods that differ only in method and seed.
 
-    others, too_few: the methods with at least, and with less than, `MIN_PAIRS` seeds in common with
-    FedAvg.
+    others: the methods that have at least `MIN_PAIRS` seeds in common with FedAvg.
+    too_few: the methods that have fewer.
     scores: the scores that all runs in `fedavg` and `others` have, by title.
     own_method: the paper's method, such as "fedld". Names of its partial variants begin with it.
     """

@@ -28,7 +28,8 @@ class Cell:
     column: the title of the column in the paper.
     mean: the number with all printed digits.
     deviation: the number after "±", or None.
-    rounds_to: the rounds until an accuracy, such as {"0.80": 828}; None for a dash.
+    rounds_to: the printed numbers of rounds until an accuracy is reached, such as {"0.80": 828};
+    None for a dash.
     """
 
     methods: tuple[str, ...]
@@ -61,8 +62,8 @@ class Table:
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
     metric: which score the table has, and from which rounds it is computed.
-    deviation_of: a text about the printed deviations: over which runs or rounds they are taken; ""
-    for no text.
+    deviation_of: a text that says over which runs or rounds the printed deviations are taken; "" if
+    there is no such text.
     momentum: the paper's local momentum for each data set; {} if the paper states none, or the same
     for all data sets.
     notes: contradictions and missing information in the paper.

@@ -47,7 +47,8 @@ class ParameterGroup:
 
     params: parameters of the networks, for gradients.
     views: each parameter's slice of the vector, which the optimizer changes.
-    runs: the slices of the vector that these parameters cover, each either shared or personal.
+    runs: the slices of the vector that these parameters cover. A slice has only shared or only
+    personal parameters.
     shared: the shared slices of `runs`.
     parts: the parameters of each optimizer.
     """

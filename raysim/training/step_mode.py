@@ -116,7 +116,7 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
 
     Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps on a CPU
     have several lanes under three conditions. The model is one of raysim's small networks of linear
-    layers. Enough clients are in flight. Half of the clients have at least four batches of samples.
+    layers. Enough clients are in flight. Most clients have at least four batches of samples.
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):

@@ -58,7 +58,7 @@ class GroupSum:
     """The sum of a subtree of the summation tree. Leaves may be added in any order.
 
     count: the number of leaves.
-    total: the sum; None before the last leaf is added, and if the jobs of all leaves failed.
+    total: the sum. It is None until the last leaf is added, and stays None if all jobs failed.
     """
 
     def __init__(self, count: int):

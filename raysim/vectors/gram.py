@@ -64,7 +64,8 @@ def linear_combination(
 ) -> Tensor:
     """Return w_1 g_1 + w_2 g_2 + ... [d].
 
-    The server's sum is bit-identical if it adds up the same vectors in the same order.
+    The server's sum of these vectors, with the same weights and in the same order, is
+    bit-identical.
     rows, weights: the vectors g_i [d] and the weights w_i.
     into: the tensor for the sum, or None for a new one.
     """

@@ -73,7 +73,10 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
 
 
 def test_method_fedgh_hierarchical_does_not_sort_the_last_two_sums_of_updates() -> None:
-    """The updates and all other sums are sorted by their inner product with `reference`."""
+    """The last two sums keep their order.
+
+    The updates and the earlier sums are sorted by their inner product with `reference`.
+    """
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:

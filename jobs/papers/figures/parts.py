@@ -23,7 +23,7 @@ class LossHalf(Method):
     The received model computes the losses. The method reports the Euclidean distance between
     trained and received parameters.
     half: "low" or "high" losses.
-    warmup_rounds: first rounds with all samples.
+    warmup_rounds: the number of first rounds, in which clients train on all samples.
     """
 
     name = "loss_half"
@@ -78,7 +78,8 @@ class SplitPoints(FedBSS):
     """FedBSS that also reports which fraction of a client's samples it treats as unbiased.
 
     The history has a column for each reporting client.
-    warmup_rounds: first rounds, in which clients train on all samples and report nothing.
+    warmup_rounds: the number of first rounds, in which clients train on all samples and report
+    nothing.
     clients: clients 0 to `clients` - 1 report.
     """
 

@@ -1,7 +1,7 @@
 """Run FedAvg in Flower, and write the time at the end of each round to a file.
 
-The environment variable ROUNDS is the number of rounds, TIMES the path of the file. The file begins
-with the time before the first round.
+The environment variable ROUNDS is the number of rounds. The environment variable TIMES is the path
+of the file. The file begins with the time before the first round.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run FedAvg in Flower, without evaluation on clients; write the end time of each round.
 
-    The environment variable ROUNDS is the number of rounds, TIMES the path of the JSON file. The
-    file begins with the time before the first round, and all times are in seconds.
+    The environment variable ROUNDS is the number of rounds. The environment variable TIMES is the
+    path of the JSON file. The file begins with the time before the first round, and all times are
+    in seconds.
     """
     file = Path(os.environ["TIMES"])
     times: list[float] = []
