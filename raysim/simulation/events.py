@@ -149,7 +149,8 @@ class Profiled:
 class Finished:
     """The event that a run has ended.
 
-    model_sha256, state_sha256: checksums of the final model, and of client states and server state.
+    model_sha256: the checksum of the final model.
+    state_sha256: the checksum of all client states and the server state.
     peak_memory_bytes: the peak memory of the coordinator's process.
     jobs: the jobs that were in flight when the run ended.
     best_model: the entry `best_model` of summary.json; None without a best model.

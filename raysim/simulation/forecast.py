@@ -22,7 +22,7 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """The forecast of a run, from its first planned aggregations.
 
-    The first half of them, a warm-up, does not count for the first five values.
+    The first half of these aggregations is a warm-up. It does not count for the first five values.
     in_flight: the mean number of jobs in flight.
     seconds: the mean virtual seconds from one aggregation to the next.
     staleness: the mean staleness of aggregated updates.

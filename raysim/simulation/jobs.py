@@ -27,7 +27,7 @@ class JobState(enum.StrEnum):
 
     PLANNED: the base version of the job does not exist yet.
     DISPATCHED: the base version exists.
-    IN_FLIGHT: it is known that the update will be aggregated, so the job is trained.
+    IN_FLIGHT: it is known that the update will be aggregated, so a worker will train the job.
     FAILED: the job raised an error, or its result is not finite.
     LOST: the client dropped out.
     DISCARDED: the update was too stale, or is not needed.

@@ -45,8 +45,8 @@ class Oort(Selection):
     exploration: the fraction of the clients in a round that are drawn from clients without a known
     loss. It is multiplied by `exploration_decay` before every round, but stays at least
     `exploration_min`.
-    cutoff: if a round draws k clients with a known loss, only clients can be drawn whose utility is
-    at least `cutoff` times the k-th largest utility.
+    cutoff: if a round draws k clients with a known loss, a client can be drawn only if its utility
+    is at least `cutoff` times the k-th largest utility.
     clip: each client has the product samples times loss. This quantile of the products is computed,
     and larger products are reduced to it.
     preferred: the preferred duration T is this percentile of the known durations. With 100,

@@ -275,8 +275,8 @@ class Planner:
     def measure_with(self, measure: MeasureLosses) -> None:
         """Set the function with which the selection rule measures the losses of clients.
 
-        measure: returns the loss of the current version for each client. The arguments are the
-        clients, and the largest number of samples of each client; None uses all.
+        measure: returns the loss of the current version for each client. The first argument is the
+        clients. The second one is the largest number of samples that a client uses; None uses all.
         """
         if self._selector is not None:
             self._selector.measure = measure
@@ -287,11 +287,11 @@ class Planner:
             self._selector.report(updates)
 
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Divide clients into pools of about equal size by the duration of their first job.
+        """Sort clients by the duration of their first job, and divide them into equal pools.
 
-        Return the clients of each pool, ascending; the fastest pool is first. Return [] if the
-        schedule has no pools.
-        counts: [clients], the training samples.
+        The sizes of the pools differ by at most one client. Return the numbers of the clients of
+        each pool, ascending; the fastest pool is first. Return [] if the schedule has no pools.
+        counts: [clients], the number of training samples of each client.
         """
         if not self.schedule.pools:
             return []
@@ -363,8 +363,9 @@ class Planner:
     def _decide(self, site: Site) -> PlannedAggregation | float:
         """Execute the schedule's actions for a site until the schedule aggregates or waits.
 
-        Return the planned aggregation, or the latest virtual time at which the wait ends; infinity
-        means no such time.
+        If the schedule aggregates, return the planned aggregation. If it waits, return the virtual
+        time at which it must decide again, even if no job has ended by then. Infinity means that
+        there is no such time.
         site: the clients of one schedule and their jobs.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
@@ -797,9 +798,9 @@ class Planner:
         """Return the virtual time at which a client of a short pool next becomes available.
 
         In a short pool, fewer clients are idle and available than the schedule has just requested.
-        The result is infinity if clients are always available, or if none becomes available any
-        more.
-        Raises NoClientsLeftError if none becomes available any more and no job is in flight.
+        The result is infinity if clients are always available. If no client becomes available any
+        more, the result is infinity as long as a job is in flight.
+        Raises NoClientsLeftError if no client becomes available any more and no job is in flight.
         Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """
         if self.devices.presence is None:

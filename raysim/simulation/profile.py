@@ -122,7 +122,8 @@ def add_idle_time(
 ) -> Track:
     """Add idle time to the times that a worker has measured; return all times by activity.
 
-    Idle time before the coordinator makes the next call is "waiting"; after it, "messages".
+    A worker is idle between two calls. The time until the coordinator makes the next call counts as
+    "waiting", and the time from then until the worker begins the call counts as "messages".
     call_times: when the coordinator made the calls.
     start, stop: the beginning and the end of the profile. All times are in seconds since the epoch.
     """

@@ -388,9 +388,9 @@ class Replicas:
     def scored(self) -> tuple[Tensor, Tensor]:
         """Return the model to score: the weighted mean of all replicas, [layout.shared].
 
-        The mean is over one vector for each replica. It is the replica's vector, unless a method
-        declares another one, such as a mean of versions. The weights are those of `mean`. Also
-        return the elementwise maximum of the integer buffers, [layout.shared_counters].
+        A replica is represented by its vector, unless a method declares another vector, such as a
+        mean of versions. The weights are those of `mean`. Also return the elementwise maximum of
+        the integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 

@@ -25,8 +25,8 @@ class View(NamedTuple):
 
     now: the virtual time in seconds. Events at this time have already happened.
     version: the number of aggregations so far.
-    running: the jobs in flight by number, in the order of their dispatch, without jobs that the
-    schedule has decided to discard.
+    running: the jobs in flight by number, in the order of their dispatch. Jobs that the schedule
+    has decided to discard are left out.
     arrived: the jobs whose updates have arrived, in this order. Updates that arrive together are in
     the order of their clients' numbers.
     idle: the number of clients that have samples and no job, available or not.

@@ -96,9 +96,9 @@ class StateIndex:
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
         """Return the numbers of the state files that the next checkpoint shall not use.
 
-        These are files of which less than half of the bytes belong to unchanged states. If more
-        than `MAX_SMALL_FILES` files have less than `SMALL_FILE_BYTES` such bytes, these are
-        abandoned, too.
+        A file is abandoned if less than half of its bytes belong to unchanged states. A file is
+        small if it has less than `SMALL_FILE_BYTES` bytes of unchanged states. If there are more
+        than `MAX_SMALL_FILES` small files, all small files are abandoned, too.
 
         states: the rows of `StateIndex.states` with unchanged states.
         """

@@ -39,9 +39,10 @@ class Hierarchical(Topology):
     seconds: the virtual seconds between two exchanges; None means that `every` decides. With
     `seconds`, no edge waits: the next edge that aggregates after this time starts the exchange of
     all edges.
-    assign: the clients of an edge are drawn at random ("random"), from neighbouring regions of the
-    fleet ("region"), or with similar fractions of each class ("data"). Only "data" can make edges
-    whose sizes differ by more than one client.
+    assign: how clients are divided among edges. "random" draws them at random. "region" puts
+    clients from neighbouring regions of the fleet together. "data" puts clients together that have
+    similar fractions of each class. Only "data" can make edges whose sizes differ by more than one
+    client.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """

@@ -1,8 +1,9 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
-The attackers are drawn once, among the clients with samples. y is a label of C classes, and D the
-update that the attacker would send if it were honest. mean and std are those of each parameter
-over the honest updates of the same aggregation. `attack.kind` is one of:
+The attackers are drawn once, among the clients with samples. `attack.kind` is "none" or one of the
+attacks below. y is a label of C classes. D is the update that the attacker would send if it were
+honest. mean and std are computed for each parameter, over the honest updates of the same
+aggregation.
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)

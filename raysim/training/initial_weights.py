@@ -193,7 +193,7 @@ class InitialWeights:
 
         Personal tensors, frozen weights and buffers that are not saved may be missing. If
         `init.only` is set, no other wanted tensor may be missing. Otherwise the file may lack:
-        - another network than "model" as a whole, but not a part of it;
+        - all tensors of a network other than "model", but not only some of them;
         - all adapters, if it has the frozen weights of the layers with adapters.
 
         wanted: the names of the tensors that `init.only` and `init.redraw` let start from the file.

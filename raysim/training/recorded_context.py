@@ -134,9 +134,9 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     - "kept": what methods keep until the end of the job (`LocalJob.scratch`).
     - "download": what methods on the server sent to the client.
     - "draws": the random tensors of the next step.
-    - `VECTORS`: "received" and "received_counters", the parameters and integer buffers from the
-      server. "base" is the shared vector from which training starts. "start" also has the personal
-      parameters, and is missing if there are none.
+    - `VECTORS`: up to four tensors. "received" and "received_counters" are the parameters and
+      integer buffers from the server. "base" is the shared vector from which training starts.
+      "start" is this vector followed by the personal parameters; it is missing if there are none.
 
     In all tables but `VECTORS`, a key is "method.name".
     """
