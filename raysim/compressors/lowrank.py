@@ -162,7 +162,7 @@ class PowerSGD(Compressor):
         before it computes them.
         kept: the matrices Q of the sender's last message, concatenated.
         read: function that takes a slice of the vector's positions and returns the entries there.
-        If it computes them, it also writes them into `values`. It reads each entry only once.
+        If it computes them, it also writes them into `values`. Each entry is read only once.
         """
         parts: list[Tensor] = []
         used = 0

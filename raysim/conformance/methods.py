@@ -223,7 +223,7 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(stored: bytes, update: bytes) -> bool:
-    """Return True if an update begins with a client state, and this is more than half of it.
+    """Return True if an update begins with a client state that makes up more than half of it.
 
     For a shorter state, return False, because equal bytes may be a coincidence.
     stored: the bytes of the client state.

@@ -96,8 +96,8 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the names of the input columns, and the names of the columns that are left out.
 
-    columns: `data.columns`, the input columns. None takes all columns that are not in `known`. It
-    leaves out columns that seem to be row numbers or users by their name, such as "id" or "client".
+    columns: `data.columns`, the input columns. None takes all columns that are not in `known`,
+    except columns whose name suggests row numbers or users, such as "id" or "client".
     known: the columns of labels, users and domains.
     place: the table's name in errors.
     are_separate: True if each column is a separate input.
@@ -444,7 +444,7 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
 def group_values(
     table: pa.Table, name: str, place: str, key: str = "partition.column"
 ) -> NDArray[Any]:
-    """Return the domain or the user of each row, which are integers or texts.
+    """Return the domain or the user of each row, as integers or texts.
 
     name: the column of the domains or users.
     place: the name of the table in errors.

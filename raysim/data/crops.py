@@ -20,8 +20,9 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
     The rules are those of torchvision's RandomResizedCrop. For each image, `TRIES` rectangles are
-    drawn, and the first one that fits into the image is returned. If none fits, the result is in
-    the middle of the image: the largest rectangle whose ratio of width to height is allowed.
+    drawn, and the first one that fits into the image is returned. If none fits, the largest
+    rectangle with an allowed ratio of width to height is returned. It is in the middle of the
+    image.
     height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
     uniforms: random numbers in [0, 1), [4, TRIES, B]. Along the first axis, they decide the

@@ -71,7 +71,7 @@ def store_lists(
     rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]],
     settings: Mapping[str, Any] | None = None,
 ) -> Listed:
-    """Write lists of rows to a file in the cache of this machine; return their partition.
+    """Write lists of rows to a file in the cache of this machine; return a partition with them.
 
     rows: the training rows of each client, as a list of lists or as lists by client name.
     settings: other settings of `Listed`, such as {"test_fraction": 0.1}.
@@ -107,7 +107,8 @@ def is_lists_of_rows(part: object) -> bool:
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     """Return the numbers of the training rows that the user's lists give to each client.
 
-    content: a list of rows for each client, in a list or in a dictionary by client's name.
+    content: a list of rows for each client. These lists are in a list, or in a dictionary whose
+    keys are the names of the clients.
     place: the setting that gives the lists, for errors.
     total: the number of training rows, or None.
     Raise ValueError for another format and for repeated or missing rows.

@@ -26,7 +26,7 @@ class Strips(Source):
     train-labels.npy. The names of test files begin with "test" instead. meta.json may have
     `classes`, the names of the classes, and `height`, the height of an image in pixels. Without
     `height`, images are square.
-    root: the folder with these files. It may also be a folder in which the folder `name` has them.
+    root: the folder with these files, or a folder that contains it under the name `name`.
     name: the name of the data set, which errors show too; or None.
     """
 

@@ -101,8 +101,8 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return the number of each row's domain, [n], and the names of all domains.
 
-    All domains with training rows come first, and then all others. Each of these two groups has the
-    order of `order`.
+    All domains with training rows come first, and then all others. Both groups are sorted as in
+    `order`.
     values: [n], the name of each row's domain.
     is_train: bool [n], True for training rows.
     order: the names of all domains; None uses `natural_order`.

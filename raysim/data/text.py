@@ -197,9 +197,9 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Join short windows that overlap to the long texts from which they were cut.
+    """Restore the long texts from which short, overlapping windows were cut.
 
-    The windows have equal lengths and are in the order of the texts.
+    windows: all windows, which have equal lengths, in the order of the texts.
     A window continues a text if it starts one character later; any other window starts a new text.
     For example, "abcd", "bcde" and "xyzw" become "abcde" and "xyzw".
     """

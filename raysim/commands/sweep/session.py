@@ -351,7 +351,7 @@ def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
 
     It has the sweep's duration, the command that trains the best setting again, and the results'
     folder. If no trial has a finite score, it names only the file with the errors.
-    numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the summary.
+    numbers: the values of "work_seconds", "wall_seconds" and "trials_at_once" in the summary.
     """
     best = records.best()
     if best is None:

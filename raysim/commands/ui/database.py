@@ -104,8 +104,8 @@ class RunDatabase:
     def update(self) -> int:
         """Send new rows and files of all runs to the MLflow database, but no models.
 
-        A run whose files have not changed since the last call is not sent again, nor is a run that
-        the database has completely. Return the number of runs that were sent.
+        A run is left out if its files have not changed since the last call, or if the database
+        already has all its data. Return the number of runs that were sent.
         """
         count = 0
         for folder in _stored_folders(self.root):
