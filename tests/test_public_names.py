@@ -269,7 +269,7 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether an expression is the dictionary of another package's names.
+    """Return whether an expression is a dictionary that holds the names of another package.
 
     True for `sys.modules`. Also true for `vars(x)` and `x.__dict__`, unless x certainly is an
     object of a class that the file defines.

@@ -1,8 +1,8 @@
 """Test recorded steps with every method.
 
-The tests find methods that read a Python number of a client in place of a tensor. On a CPU, a
-replay runs the Python code again. It gets tensors with current values, but Python numbers from the
-time of the recording. So such a method has a wrong result.
+The tests find methods that use a Python number, and not a tensor, for a value that differs between
+clients. On a CPU, a replay runs the Python code again. The code gets tensors with current values,
+but Python numbers from the time of the recording. So such a method has a wrong result.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def most_waits(name: str) -> int:
-    """Run two rounds of a method; return the largest number of waits in a job's steps.
+    """Run two rounds of a method; return the largest number of waits in the steps of one job.
 
     A wait is an operation for which the CPU would wait if the device were a GPU.
     """

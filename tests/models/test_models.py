@@ -46,7 +46,8 @@ class Row:
 
     shape: the channels, height and width of an input.
     features, head: the numbers of parameters of the extractor and of the head.
-    norms: the number, types, parameters and buffer entries of the normalisation layers.
+    norms: for the normalisation layers, their number and types, and the numbers of their parameters
+    and buffer entries.
     mac: millions of multiply-adds for one sample.
     positive: True if no feature is negative.
     light: a smaller shape for tests that compute outputs; None uses `shape`.

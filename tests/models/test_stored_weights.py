@@ -88,10 +88,10 @@ def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights(
 
 
 def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
-    """Compare raysim's levels of NF4 with the levels by the paper's Equation 4.
+    """Compare raysim's levels of NF4 with those that the paper's Equation 4 gives.
 
-    The equation's largest level is infinite. So the test uses the probability of the released code,
-    1 - (1/32 + 1/30) / 2, in place of 1.
+    In the equation, the largest level is the quantile of the probability 1, which is infinite. So
+    the test uses the largest probability of the released code, 1 - (1/32 + 1/30) / 2.
     """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])

@@ -125,7 +125,8 @@ def limits(
 ) -> list[float]:
     """Draw a mean curve in a panel; return the limits of its band and of the vertical axis.
 
-    These are four numbers, or two for fewer than three seeds, which have no band.
+    The result has four numbers. With fewer than three seeds there is no band, and the result has
+    only the two limits of the axis.
     name: the label of the vertical axis.
     scores: the scores of each seed.
     """

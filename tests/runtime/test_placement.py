@@ -838,8 +838,8 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     Two runs have two workers, then two have one worker. The last run fails, so it has no pair
     (model, state).
 
-    After each run, a dictionary maps the names of living actors to their ids. A fifth dictionary is
-    empty if nothing is left after `keep_processes`.
+    For the state after each run, a dictionary maps the names of the living actors to their ids. The
+    fifth dictionary is empty if no actor and no placement group is left after `keep_processes`.
     """
     from raysim.runtime import ray as on_ray
 

@@ -69,7 +69,7 @@ WORKS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 def parts_of(jobs: Sequence[Job], count: int) -> int:
     """Return how many vectors a worker returns if it adds up its updates.
 
-    Updates of a subtree of the summation tree become one vector.
+    If the worker has all updates of a subtree of the summation tree, they become one vector.
 
     jobs: the worker's jobs.
     count: the number of jobs on all workers.

@@ -26,7 +26,8 @@ def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
     """Return a new `Costs` object for the jobs of one or two clients.
 
     The clients train 10 and 20 samples a second. Both receive 4 and send 8 bytes a second.
-    kinds: for each client, 0 for the costs `COST`, or 1 for 1 watt during training alone.
+    kinds: the kind of each client's costs. Kind 0 has the costs `COST`. Kind 1 has no
+    costs except for 1 watt during training.
     """
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     prices = FleetCosts([COST, Cost(computing_w=1)], np.array(kinds, np.int16), 0.2, 400.0)
@@ -59,10 +60,10 @@ def test_cost_of_a_job_depends_on_the_clients_device() -> None:
 
 
 def test_idle_energy_counts_idle_seconds_of_all_clients() -> None:
-    """Idle energy is 0.5 watts times the idle seconds of two clients, in ten seconds.
+    """Check the idle energy of two clients after ten seconds: 0.5 watts times the idle seconds.
 
-    Both clients are idle in the first second and in the last five. In the four seconds between, one
-    is idle.
+    Both clients are idle in the first second and in the last five seconds. In the four seconds
+    between, only one client is idle.
     """
     added, job = costs(), Job(0, 0, 0, 0, start=1.0, finish=5.0, work=1.0)
     added.start(job, 1.0)

@@ -187,11 +187,12 @@ class Mortal:
 
 
 class Vanishing(Mortal):
-    """Workers of which one loses its node and comes back two aggregations later.
+    """Stand-ins for workers, one of which loses its node and returns two aggregations later.
 
-    An additional worker then joins, too.
+    When it returns, an additional worker joins.
 
-    number: the call, counted from 1 over all workers, at which its worker loses its node.
+    number: the number of the call, from 1, at which the called worker loses its node. The calls of
+    all workers are counted together.
     is_reachable: True: values on the lost node can still be read.
     """
 

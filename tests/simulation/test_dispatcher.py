@@ -24,8 +24,8 @@ class Slow:
 
     seconds: the reported seconds per sample.
     workers: the number of workers.
-    calls: the worker and the number of jobs of each call to train.
-    most: the largest number of calls of one worker whose results were not read yet.
+    calls: for each training call, the number of the worker, and how many jobs it was to train.
+    most: the largest number of unread results that one worker had at the same time.
     """
 
     spec: RunSpec

@@ -200,9 +200,10 @@ def test_dropout_setting_is_the_share_of_jobs_lost_at_random_times() -> None:
 
 
 def test_client_and_participation_number_decide_if_a_job_is_lost() -> None:
-    """Drop-outs are random draws from (seed, client, number of the client's job), in this order.
+    """Check the numbers that decide whether a job is lost, and their order.
 
-    If client and job changed places, other jobs would be lost, and stored results would differ.
+    They are the seed, the client, and the number of the client's job. In another order, other jobs
+    would be lost, and stored results would differ.
     """
     fate = Fate(dropout=0.5, lost=7)
     lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).arrives}

@@ -63,9 +63,9 @@ class Nodes(InProcess):
     nodes: the node of each worker.
     least: nodes add up updates only if the model has at least this number of parameters.
 
-    trained: the name and the node of each training call.
-    added: the node and the number of sums of each call of `add_up`.
-    vectors: the numbers of vectors in objects that the coordinator fetched.
+    trained: for each training call, the name of the called method, and the worker's node.
+    added: for each call of `add_up`, the node and the number of sums that are added up.
+    vectors: for each object that the coordinator fetched, the number of vectors in it.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):

@@ -17,9 +17,10 @@ from textbook.world import Book, Params, World
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
     """Compute a run of ACE, which adds lr times the mean of all last updates to the model.
 
-    The mean is over the clients' last updates with base versions at most `oldest` versions old.
-    Without such updates, the model does not change. Otherwise, floating buffers become means over
-    the arriving models. Integer buffers always become the maximum over the arriving models.
+    The mean leaves out updates whose base versions are more than `oldest` versions old.
+    If no update is left, parameters and floating buffers do not change. Otherwise, floating buffers
+    become the mean over the arriving models. Integer buffers always become the maximum over the
+    arriving models.
 
     initialise: True changes the model only after every client has sent an update.
     """

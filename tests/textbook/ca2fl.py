@@ -21,10 +21,10 @@ from textbook.world import Book, World
 class Calibration:
     """The calibrated update of an aggregation: v = h + mean of (Delta_i - h_i).
 
-    Delta_i is an arriving update, h_i the client's previous update or 0, and h the mean of all h_i
-    before.
+    Delta_i is an arriving update of client i. h_i is its previous update, or 0 without one.
+    h is the mean of the h_i of all clients before the aggregation.
 
-    seen_only: True takes h only over clients that have sent an update before.
+    seen_only: True: h is the mean of the h_i of clients that have sent an update before.
     """
 
     def __init__(self, world: World, seen_only: bool = False):

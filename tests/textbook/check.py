@@ -238,9 +238,10 @@ def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]
 def scored_model(
     coordinator: Coordinator, worker: Worker, client: int, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors with which a client is scored at the end of a run, by full name.
+    """Return some tensors of the model with which a client is scored at the end of a run.
 
-    The tensors are fine-tuned if the run fine-tunes models before it scores them.
+    The model is fine-tuned if the run fine-tunes models before it scores them.
+    names: the full names of the tensors.
     """
     states = coordinator.client_states
     finetune = coordinator.evaluator.evaluation.finetune

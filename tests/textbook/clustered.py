@@ -61,11 +61,12 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
     """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
-    All clients train in each round, as in the paper. A cluster is split so that c, the largest
-    cosine similarity between its two parts, is smallest. The conditions are:
-    - at least three clients in the cluster, and fewer than `most` clusters
-    - a mean update shorter than `mean_norm`
-    - an update longer than `max_norm`
+    All clients train in each round, as in the paper. Let c be the largest cosine similarity between
+    two updates from different parts of a cluster. A cluster is split into the two parts with the
+    smallest c. It is split only if all these conditions are met:
+    - There are fewer than `most` clusters, and the cluster has at least three clients.
+    - The norm of the cluster's mean update is below `mean_norm`.
+    - The norm of one of its updates is above `max_norm`.
     - gamma < sqrt((1 - c) / 2)
     """
     models, members = [detach(world.start)], [list(range(world.clients))]

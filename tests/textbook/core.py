@@ -1,8 +1,8 @@
 """FedAvg with every setting of local training. Updates may be stale.
 
 The textbook draws its own batches, and asserts that raysim has used the same ones. Parameters
-change by the weighted mean of the clients' changes. BatchNorm's statistics become weighted means.
-Weights do not depend on staleness.
+change by the weighted mean of the clients' changes. BatchNorm's statistics become the weighted mean
+of the clients' statistics. The weights do not depend on staleness.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """SCAFFOLD and FedCM for clients that use several optimizers.
 
 Each optimizer trains a group of parameters. The client passes each group's gradients to `correct`.
-SCAFFOLD and FedCM divide a group's change by its number of steps and its learning rate.
+SCAFFOLD and FedCM divide the change of a group's parameters by the group's number of steps and by
+the group's learning rate.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
 def _steps(world: World, count: int) -> float:
     """Return K', by which SCAFFOLD divides the change of the parameters after `count` steps.
 
-    Without momentum, K' is `count`. With momentum rho, a step with n - 1 later steps counts as 1 +
-    rho + ... + rho^(n - 1) steps.
+    Without momentum, K' is `count`. With momentum rho, K' is the sum over n = 1, ..., `count` of
+    1 + rho + ... + rho^(n - 1).
     """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))
@@ -76,8 +77,8 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
     server's control variate, and x and y are the received and trained parameters. Each parameter
     has its own learning rate eta and number of steps K', which is larger with momentum (`_steps`).
     Models have equal weights.
-    client(job, x, correct): trains x and returns y, with the gradients that correct(parameters,
-    gradients) returns.
+    client(job, x, correct): trains from x and returns y. In each step, it must use the gradients
+    that correct(parameters, gradients) returns.
     factor(name): a parameter's eta, divided by the learning rate of the run.
     """
     x, names = dict(world.start), _networks(world)
@@ -122,9 +123,9 @@ def with_fedcm(
     and y are the received and trained parameters. Each parameter has its own learning rate eta and
     number of steps K. Models have equal weights.
 
-    client(job, x, correct): trains x and returns y, with the gradients that correct(parameters,
-    gradients) returns. Its optimizer must add weight decay to them.
-    alpha: the weight of the gradient; the direction has 1 - alpha.
+    client(job, x, correct): trains from x and returns y. In each step, it must use the gradients
+    that correct(parameters, gradients) returns. Its optimizer must add weight decay to them.
+    alpha: the weight of the gradient. The weight of the direction is 1 - alpha.
     factor(name): a parameter's learning rate, divided by that of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay

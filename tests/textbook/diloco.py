@@ -104,9 +104,10 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
     """Compute a run of asynchronous DiLoCo, whose server makes delayed Nesterov steps.
 
-    The momentum changes only in every `every`-th aggregation, by the mean of the gradients since
-    its last change. Each aggregation steps by its gradient divided by `every`, and by a part of the
-    momentum.
+    The server's gradient is the negated mean update. In every `every`-th aggregation, the momentum
+    decays, and the mean of the last `every` gradients is added to it. It changes in no other
+    aggregation. The step of each aggregation uses the gradient divided by `every`, plus a part of
+    the momentum.
 
     lr: the server's learning rate.
     momentum: the decay factor of the momentum.

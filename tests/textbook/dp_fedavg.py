@@ -29,10 +29,11 @@ def dp_fedavg(
 
     m: the number of clients in a round.
     z: the noise multiplier; with a fixed bound, the standard deviation is z c.
-    c: the first clipping bound.
-    gamma: the share of updates that the adapted bound leaves unclipped; None keeps c.
+    c: the clipping bound in the first round.
+    gamma: the bound adapts until it leaves this fraction of the updates unclipped; None keeps c.
     eta: the rate at which the bound adapts.
-    s: the noise on the number of unclipped updates; None: max(m / 20, z).
+    s: the standard deviation of the noise that is added to the number of unclipped updates; None:
+    max(m / 20, z).
     """
     bounds, shares, state = [], [], {"c": c}
     s = max(m / 20, z) if s is None else s

@@ -27,11 +27,12 @@ from textbook.world import Book, Job, Params, World
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
     """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
-    A client's first job starts from the received parameters. Later jobs mix these with the
-    parameters that the client trained last. Before such a job, the client trains the weights of the
-    received parameters, from 0 to 1 for each of them.
+    A client's first job starts from the received parameters. Each later job starts from a mixture
+    of two models: the received parameters, and the parameters that the client trained last. In the
+    mixture, each received parameter has its own weight from 0 to 1. The client trains these weights
+    before the job.
     rate: the learning rate of the weights.
-    share: the fraction of the client's samples that train the weights.
+    share: the fraction of the client's samples that are used to train the weights.
     top: the module that is mixed.
     """
     x, names = dict(world.start), trainable(world.start, top)

@@ -24,10 +24,11 @@ def fedasync(
 ) -> Book:
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
-    In aggregation k = 0, 1, ..., a model has the weight alpha decay^k sigma(s) in the mixture. If
-    several models arrive in an aggregation, the staleness s is larger by one for each. If the run
-    weighs by samples, n_i / mean n multiplies the weight, up to a weight of 1. Integer buffers get
-    the largest value of the arriving models.
+    In aggregation k = 0, 1, ..., an arriving model has the weight w = alpha decay^k sigma(s), and
+    the shared model the weight 1 - w. s is the staleness. If an aggregation has several models,
+    they are mixed in one after another, and each one makes the next one's s larger by 1. If the run
+    weighs by samples, w is multiplied by n_i / (mean of all n), and is at most 1. Integer buffers
+    get the largest value of the arriving models.
 
     kind: sigma(s): 1 ("constant"), (s + 1)^-a ("polynomial") or "hinge". "hinge" is 1 if s <= b,
     else 1 / (a (s - b) + 1).

@@ -20,8 +20,8 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 
     scope: which tensors stay, a key of `SCOPES`.
     mu: the weight of FedProx's term, for shared parameters only.
-    reestimate: True uses the training samples' BatchNorm statistics to score a client that never
-    trained.
+    reestimate: True: a client that never trained is scored with BatchNorm statistics that are
+    computed from its own training samples.
     """
     stays = [f"{NORM}.{name}" for name in SCOPES[scope] if f"{NORM}.{name}" in world.start]
     shared = {name: tensor for name, tensor in world.start.items() if name not in stays}

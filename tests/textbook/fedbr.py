@@ -1,8 +1,9 @@
 """FedBR: Guo, Tang and Lin 2023, eqs. (2)-(7) and Algorithms 1-3.
 
-The paper divides similarities by the temperatures (eqs. 5-6), and the released code multiplies
-them. Paper and code leave some questions open. This textbook makes these choices:
-- Row j of the pseudo-data is compared with row j of the batch, modulo its length.
+In eqs. (5) and (6), the paper divides the similarities by temperatures. The released code
+multiplies the similarities by them. Paper and code leave some questions open. This textbook makes
+these choices:
+- Row j of the pseudo-data is compared with row (j mod B) of the batch, which has B rows.
 - The received extractor is in eval mode.
 - Pseudo-data do not change BatchNorm's statistics.
 - The projector has the momentum and weight decay of the model.
@@ -193,7 +194,8 @@ def fedbr(
     lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
     pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
     mixup: True first mixes the rows of each batch in pairs.
-    rounds: a function of the module `textbook.corrected`.
+    rounds: the function of `textbook.corrected` that corrects the clients' gradients. `alone`
+    corrects nothing.
     Other arguments are settings of raysim's class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)

@@ -39,7 +39,8 @@ def fedbss(
     kind: how a_e grows with e, a key of `FRACTION`; "all" always uses all samples.
     refresh: losses and uncertainties are computed in a client's first job after the warm-up, and
     then in every `refresh`-th job.
-    fraction_of: "loss" uses all samples, and multiplies the losses of biased samples by a_e.
+    fraction_of: "samples" uses the fraction a_e of the biased samples. "loss" uses all samples, and
+    multiplies the losses of biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -129,7 +130,8 @@ def batches(
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
     Epoch e uses all unbiased samples, and the fraction a_e of biased samples with the smallest
-    losses (eq. 6), rounded down. With a fixed number of steps, e counts the phases.
+    losses (eq. 6), rounded down. If the number of steps is fixed, a job has phases in place of
+    epochs, and e counts the phases.
     order: the positions of the client's samples, in ascending order of loss.
     unbiased: the number of samples that every epoch uses, the first of `order`.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".

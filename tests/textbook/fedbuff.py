@@ -27,7 +27,7 @@ def staleness_weights(
 
     If the run weighs clients by samples, the weight is multiplied by the client's number of
     samples.
-    version: the number of aggregations before this one.
+    version: how many aggregations come before the one that uses the updates.
     """
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
@@ -72,7 +72,7 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
     """Compute a run in which FedExP's step size multiplies FedBuff's weighted sum of updates.
 
-    The sum is divided by the number of updates. The step size uses the same weights.
+    The sum is divided by the number of updates. The step size is computed with the same weights.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
     """
     weigh = partial(staleness_weights, exponent=exponent)

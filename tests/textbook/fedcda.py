@@ -55,8 +55,10 @@ def fedcda(
     memory: the number of models in a client's cache.
     batches: the number of groups of clients for which models are selected one after another.
     smoothness: the module's constant L.
-    warmup_rounds: the number of first aggregations, which average newest models.
-    everybody: True: these aggregations average over all clients that have sent a model.
+    warmup_rounds: in the first `warmup_rounds` aggregations, the server selects the newest model
+    of each client.
+    everybody: True: these aggregations average over all clients that have sent a model. False: they
+    average over the clients whose updates arrive.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}

@@ -1,6 +1,7 @@
 """FedDecorr: Shi et al. 2023: a penalty on correlations of features, with three formulas.
 
-S is the [d, d] matrix of sums of products of two normalised features over n samples.
+Each of the d features is normalised over the n samples of a batch. S is a [d, d] matrix: S_ij is
+the sum over the samples of feature i times feature j.
 - "paper": the sum of the squares of S / n, divided by d^2.
 - "authors" (the authors' code): the sum of the squares outside the diagonal of S, divided by n d (d
   - 1).

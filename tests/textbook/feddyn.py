@@ -16,10 +16,13 @@ from textbook.world import Book, Job, Params, World
 def feddyn(world: World, alpha: float) -> Book:
     """Compute a run of FedDyn: FedAvg with a corrected local loss and a drift on the server.
 
-    Client k trains y to minimise its task loss - <g_k, y> + alpha/2 |y - x|^2, from the received
-    parameters x. Then g_k <- g_k - alpha (y - x). After a round, the drift h falls by alpha / N
-    times the sum of the round's y - x. N is the number of all clients. The next x is (mean of y) -
-    h / alpha. All g_k and h start at 0.
+    Client k starts from the received parameters x, and trains parameters y_k with the loss
+
+        task loss - <g_k, y_k> + alpha/2 |y_k - x|^2
+
+    Then g_k <- g_k - alpha (y_k - x). After a round, the server subtracts alpha / N times the sum
+    of all y_k - x from its drift h. N is the number of all clients. The next x is the mean of all
+    y_k, minus h / alpha. All g_k and h start at 0.
     """
     x, names = dict(world.start), trainable(world.start)
     g = {

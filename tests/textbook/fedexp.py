@@ -1,7 +1,8 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-The model that is scored on the central test set has the mean of the parameters after the last two
-rounds. It has the last buffers. In the first round, it has that round's parameters.
+After each round, a model is scored on the central test set. Its parameters are the mean of the
+parameters after the last two rounds; after the first round, they are those of this round. Its
+buffers are those of the last round.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def fedexp(
 
     p_i is client i's normalised weight, and t the version.
     count: True multiplies epsilon by the number of clients in the round, as in the authors' code.
-    minimum: 1 in the paper.
+    minimum: the smallest eta; it is 1 in the paper.
     weigh(world, version, jobs): the weights of the jobs before normalisation.
-    direction(cohort): what the server adds in place of D.
+    direction(cohort): the vector that eta multiplies in place of D.
     """
     names = trainable(world.start)
     etas: list[float] = []

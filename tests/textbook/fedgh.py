@@ -26,10 +26,12 @@ def fedgh(
 ) -> Book:
     """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    If updates a and b conflict, a loses its projection on the original b, and b on the original a.
+    For each pair of updates, an update a that conflicts with the other update b loses its
+    projection on the original b.
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
-    conflict_test: "original" changes both if the dot product of their originals is negative.
-    "current" changes a if the dot product of the present a and the original b is negative.
+    conflict_test: with "original", a and b conflict with each other if the dot product of the
+    original a and the original b is negative. With "current", a conflicts with b if the dot product
+    of the current a and the original b is negative.
     tensor: True treats each tensor of the parameters separately.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
@@ -69,19 +71,19 @@ def fedgh(
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
     """Compute a run in which the server adds up updates in pairs, until at most two are left.
 
-    Each tensor is treated separately. Vectors a and b conflict if <a, b> < 0.
+    In the first round, the step is the mean update, which also becomes the reference r. In later
+    rounds, each tensor is treated separately. Vectors a and b conflict if <a, b> < 0.
 
-    1. Sorted by the dot product with a reference r, the largest and the smallest vector form a
-    pair, then the next ones.
-    2. The sum a + b replaces a pair. If a and b conflict, a first loses its projection on b, and b
-    its projection on the original a.
-    3. Steps 1 and 2 are repeated. If the last two vectors conflict, a loses its projection on b.
-    Then b loses <a, b> / |a'|^2 a', with the changed a' and the original <a, b>. The step is the
-    sum of the last two, divided by the number of updates.
+    1. The vectors are sorted by their dot product with r. The first and the last vector form a
+    pair, then the second and the last but one, and so on.
+    2. Each pair a, b is replaced by a + b. If a and b conflict, a first loses its projection on b,
+    and b loses its projection on the original a.
+    3. 1 and 2 are repeated until at most two vectors are left. If these conflict, a becomes
+    a' = a - <a, b> / |b|^2 b, and b becomes b - <a, b> / |a'|^2 a'. The step is the sum of both,
+    divided by the number of updates.
 
-    The first step and r are the mean update. After later rounds, r becomes 0.99 r + 0.01 times the
-    step.
-    eps: is added to squared norms.
+    After each later round, r becomes 0.99 r + 0.01 times the step.
+    eps: is added to the squared norms by which projections are divided.
     """
     r: Tensor | None = None
     name = "fedgh_hierarchical"

@@ -21,8 +21,8 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
 
     z: logits [B, C].
     y: classes [B].
-    counts: [C], the client's numbers of samples. Classes without samples are left out. The loss is
-    0 if one class is left.
+    counts: [C], the client's number of samples of each class. Classes without samples are left out.
+    If the client has samples of only one class, the loss is 0.
     others: True leaves the true class out of the sum over classes.
     """
     present = counts.nonzero().flatten()

@@ -27,9 +27,9 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
     """Run FedAvg with the cross-entropy plus lam times a penalty on large logits.
 
     f_b, rho_b: the logits and the margin (`margins`) of sample b.
-    kind: "marg_log": mean log(1 + |f_b|^2), eq. (3). "batch_softmax": log(1 + sum of squared
-    probabilities of the batch). "logit_l2": mean |f_b|^2. Any other text: mean max(rho_b -
-    threshold, 0)^2.
+    kind: "marg_log": mean log(1 + |f_b|^2), eq. (3). "batch_softmax": log(1 + s), where s is the
+    sum of all squared class probabilities over all samples in the batch. "logit_l2": mean |f_b|^2.
+    Any other text: mean max(rho_b - threshold, 0)^2.
     """
 
     def penalty(f: Tensor, y: Tensor) -> Tensor:

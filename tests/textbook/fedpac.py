@@ -55,8 +55,8 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
     """Return a client's feature variance V, and the weighted class means h of its features.
 
-    h, [classes, D]: the mean features of each class, times the frequency of the class. V is (mean
-    |z|^2 - |h|^2) / n for n samples with features z.
+    h, [classes, D]: for each class, the mean features, times the fraction of samples of this class.
+    V is (mean |z|^2 - |h|^2) / n for n samples with features z.
     p: the parameters that compute the features, in eval mode.
     """
     z, (mu, counts) = features(dict(p), x, False), means(p, x, y, classes)
@@ -98,7 +98,8 @@ def fedpac(
 
     The server also averages class means of features (prototypes).
     lam: the weight of the loss that pulls features to their prototypes.
-    head_epochs: the number h of passes that train the head, at most h / (h + 1) of the steps.
+    head_epochs: the number h of passes over the samples that train the head. They make at most
+    h / (h + 1) of the job's steps.
     factor: the learning rate of the head, divided by that of the run.
     least: an argument of `mixture`.
     """

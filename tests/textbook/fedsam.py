@@ -1,7 +1,8 @@
 """FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022; MoFedSAM: FedSAM with FedCM.
 
-F: the loss of a batch. p: the parameters. g: the gradient at p. A step uses the gradient at p + e,
-where F is higher. Only the computation of g updates BatchNorm's statistics.
+F: the loss of a batch. p: the parameters. g: the gradient of F at p. e: a small move uphill, which
+follows from g. A step uses the gradient at p + e, where F is higher. Only the computation of g
+updates BatchNorm's statistics.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def mofedsam(world: World, rho: float, beta: float) -> Book:
 
     The direction is the weighted mean of (x - y) / (eta K) over the clients of the last round. x
     and y are the received and trained parameters, eta the learning rate, and K the number of steps.
-    rho: the norm of the move to the point of each gradient (`uphill`).
-    beta: the weight of the gradient, weight decay included. The direction has 1 - beta.
+    rho: an argument of `uphill`.
+    beta: the weight of the gradient, which includes weight decay. The weight of the direction is
+    1 - beta.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

@@ -90,8 +90,8 @@ def fedsr(
     The representation z of an input is normally distributed. Each class has a reference, a learned
     normal distribution.
     alpha_l2r: the weight of the mean norm of z.
-    alpha_cmi: the weight of the KL divergence of c z from the reference of the input's class, with
-    a learned number c.
+    alpha_cmi: the weight of the KL divergence of c z from the reference of the input's class. c is
+    a learned number.
     probabilistic: False computes FedL2R, without noise and KL.
     share_reference: True averages the references and c on the server.
     """

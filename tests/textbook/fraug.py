@@ -76,8 +76,8 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 
     last: from round `last` on, the weight is constant; None: never.
     gamma: how fast the weight changes.
-    form: "exp": exp(gamma (t - last)), where None counts as 0. "laine_aila": exp(-gamma (1 - t /
-    last)^2), where None counts as 1. "constant": 0.5. Any other text: 1 - 1 / (gamma t + 1).
+    form: "exp": exp(gamma (t - last)), with last = 0 for None. "laine_aila": exp(-gamma (1 - t /
+    last)^2), with last = 1 for None. "constant": 0.5. Any other text: 1 - 1 / (gamma t + 1).
     """
     t = t if last is None else min(t, last)
     if form == "exp":
@@ -90,9 +90,9 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     """Return FRAug's distance D between two sets of embeddings, given as rows.
 
-    metric: "mse" is the mean squared difference of a and b; "mmd_moments" is that of their means
-    plus that of their covariance matrices. Any other text is the squared MMD with five Gaussian
-    kernels.
+    metric: "mse" is the mean squared difference of a and b. "mmd_moments" is the mean squared
+    difference of their means, plus that of their covariance matrices. Any other text is the squared
+    MMD with five Gaussian kernels.
     """
     if metric == "mse":
         return (a - b).square().mean()

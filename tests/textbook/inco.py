@@ -52,11 +52,13 @@ def inco(
     """Compute a run of InCo, which mixes updates of an early layer into those of later layers.
 
     Later layers are the convolutions of the second residual block. The early layer is the first
-    block's second convolution. The mixture is scaled by the mean of the two updates' norms.
+    block's second convolution. A later layer's update becomes a mixture of two updates: its own,
+    and that of the early layer. Both are divided by their norms before they are mixed. The mixture
+    is multiplied by the mean of the two norms.
     kernels: True mixes each kernel, a slice [o, i], and not the whole convolution.
-    always: False mixes only updates with a negative dot product, as in the paper. True follows the
-    authors' code.
-    most: the largest weight of the early layer.
+    always: True mixes always, as in the authors' code. False mixes only if the dot product of the
+    two updates is negative, as in the paper.
+    most: the largest weight of the early layer's update.
     clip: the largest absolute value of an entry of a later layer's update.
     """
     names = trainable(world.start)

@@ -121,9 +121,9 @@ def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FlexLoRA, whose server averages the products of LoRA factors.
 
     Clients train the server's factors, cut to their ranks. The server adds the weighted mean of
-    (B_i A_i - P_i) to the product of its factors. B_i and A_i are trained factors, and P_i is the
-    whole product in the client's base version. The server's new factors approximate the result
-    (`nearest`).
+    (B_i A_i - P_i) to the product of its factors. B_i and A_i are the factors that client i has
+    trained. P_i is the product of the server's uncut factors in the client's base version. The
+    server's new factors approximate the result (`nearest`).
     scaling: the factor on B A in the layer.
     ranks: the ranks that clients may have.
     """
@@ -155,12 +155,13 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Compute a run of HetLoRA: clients train LoRA factors of several ranks (Cho et al. 2024).
 
-    The server fills smaller factors with zeros, and averages with the weights |B_i A_i|, times the
-    samples if the run weighs by samples.
+    The server fills smaller factors with zeros, and computes weighted means of the factors. The
+    weight of client i is |B_i A_i|, times its number of samples if the run weighs by samples.
 
-    Let q be gamma times a client's rank, rounded down. B' are the columns of its B after the first
-    q, and A' the rows of its A. The loss contains lam |B'| |A'|. If a job makes |B'| |A'| smaller,
-    the client drops B' and A' before the average. A rank is at least 1.
+    Let q be gamma times a client's rank, rounded down. B' are all columns of its B except for the
+    first q, and A' are all rows of its A except for the first q. The loss contains the term
+    lam |B'| |A'|. If a job makes |B'| |A'| smaller, the client drops B' and A' after the job. A
+    rank is at least 1.
     scaling: the factor on B A in the layer.
     ranks: the ranks with which clients may start.
     """
@@ -195,8 +196,9 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
 def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FLoRA, whose server adds products of LoRA factors to the frozen weight.
 
-    The rule is from Wang et al. 2024. After adding the weighted mean of all `scaling` B A, the
-    server draws a new A and sets B to 0.
+    The rule is from Wang et al. 2024. The server computes the weighted mean of the clients'
+    products B A, and adds `scaling` times this mean to the frozen weight. Then it draws a new A and
+    sets B to 0.
     ranks: the ranks that clients may have. Clients get factors cut to their ranks.
     """
     x, of_client = dict(world.start), drawn_ranks(world, ranks)

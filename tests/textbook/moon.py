@@ -52,7 +52,7 @@ def moon(
     client's earlier models.
     tau: the temperature.
     projection: the widths of the two projection layers; empty: no projection.
-    pool: the largest number of earlier models, the newest ones.
+    pool: the largest number of earlier models in the loss. The newest ones are used.
     """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (

@@ -1,8 +1,10 @@
 """PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
-A mask or a learned policy chooses for each layer of a job between the received model and the
-client's last model. A layer is a module that has tensors. A policy is trained on weighted means of
-both models, BatchNorm's statistics included, in eval mode.
+At the start of a job, each layer is taken from the received model or from the client's last model.
+A mask or a learned policy makes this choice. A layer is a module that has tensors.
+
+The training of a policy uses a weighted mean of both models in eval mode. This mean includes
+BatchNorm's statistics.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class PolicySettings:
     batch: the number of samples in a step.
     rate: the learning rate.
     start, decay, floor: at version t, the temperature is max(start * decay^t, floor).
-    sampled: True draws a layer's model with the policy's probabilities. False uses the more
-    probable model.
+    sampled: True draws for each layer one of the two models, with the policy's probabilities. False
+    takes the model with the larger probability.
     """
 
     steps: int
@@ -112,8 +114,8 @@ def partialfed(
     """Start each layer of a job from the received model or the client's last trained model.
 
     mask: True for layers that start from the received model.
-    most: the largest number of versions since a client's last job. After more, and in a first job,
-    all layers start from the received model.
+    most: the largest number of versions since the client's last job for which its last model is
+    used. After more versions, and in a first job, all layers start from the received model.
     mu: the weight of FedProx's term, whose reference is the start of the job.
     policy: chooses in place of `mask`; None uses `mask`.
     """

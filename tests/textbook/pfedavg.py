@@ -1,8 +1,8 @@
 """pFedAvg: FedAvg, in which each client is scored with a personal model.
 
 The personal model is the client's last trained model, or a fine-tuned copy of the shared model.
-Fine-tuning has a new optimizer, and the learning rate of jobs that receive the same version. If
-only the head is fine-tuned, the extractor is in eval mode.
+Fine-tuning starts with a new optimizer. Its learning rate is that of a job which starts from the
+same version. If only the head is fine-tuned, the extractor is in eval mode.
 """
 
 from __future__ import annotations

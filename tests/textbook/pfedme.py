@@ -29,7 +29,8 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
     gradient steps on the batch's loss plus lam/2 |theta - w|^2. Then w makes one step with the
     gradient lam (w - theta). A client is scored with its last theta.
     rate: the learning rate of theta.
-    beta: the weight of the mean of all w in the next shared parameters.
+    beta: the next shared parameters are beta times the mean of all w, plus 1 - beta times the old
+    shared parameters.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()

@@ -1,7 +1,8 @@
 """q-FedAvg: Li et al. 2020, Algorithm 2.
 
-1 / eta, with the local learning rate eta, replaces the unknown Lipschitz constant. Losses before
-training are computed in eval mode on all samples of a client.
+The algorithm needs a Lipschitz constant, which is unknown. 1 / eta replaces it, where eta is the
+local learning rate. The losses before training are computed in eval mode, on all samples of a
+client.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def qfedavg(world: World, q: float) -> Book:
     """In each round, subtract sum_i F_i^q d_i / sum_i h_i from the model x.
 
     F_i is client i's loss before training. d_i = (x - y_i) / eta, with the trained model y_i and
-    the learning rate eta. h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta. Buffers have the weights F_i^q.
-    If the run weighs by samples, n_i multiplies all summands.
+    the learning rate eta. h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta. Buffers become the mean of the
+    clients' buffers, with the weights F_i^q. If the run weighs by samples, F_i^q d_i, h_i and these
+    weights are multiplied by n_i.
     """
     names, x = trainable(world.start), detach(world.start)
     for jobs in world.rounds:

@@ -74,9 +74,9 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
     """Compute a run whose server adds the geometric median of the updates to the model.
 
-    Weiszfeld's algorithm approximates it, from the weighted mean.
-    steps: the number of its steps.
-    nu: the smallest distance that it divides by.
+    Weiszfeld's algorithm approximates this median. It starts at the weighted mean of the updates.
+    steps: the number of steps of the algorithm.
+    nu: the smallest distance by which the algorithm divides.
     """
 
     def rule(at: Cohort) -> Tensor:

@@ -1,7 +1,7 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor for momentum.
 
-The divisor K' of the change of the parameters is the number of steps without momentum. With
-momentum, a gradient also moves the parameters in later steps, and K' counts this.
+SCAFFOLD divides the change of a client's parameters by K'. Without momentum, K' is the number of
+steps. With momentum, a gradient also moves the parameters in later steps, so K' is larger.
 
 Models are averaged with equal weights, as in the paper, unless the run weighs by samples. Changes
 of control variates always have equal weights. A client with a stale model uses the server's control

@@ -53,12 +53,12 @@ class OortByHand:
     score is the scaled utility plus a bonus that grows with the time since it was last chosen.
     Scores of clients that are slower than the limit are multiplied by (limit / duration)^penalty.
 
-    exploration, decay, least: the fraction of clients that are not known. Each round multiplies
-    this fraction by `decay`, down to `least`.
+    exploration: the fraction of chosen clients that are not known.
+    decay, least: each round multiplies `exploration` by `decay`, but it stays at least `least`.
     cutoff: if n known clients are needed, they are drawn from those with at least `cutoff` times
     the n-th best score.
-    clip: the quantile to which larger utilities are reduced.
-    preferred: the percentile of known durations that is the limit; 100: no client is slow.
+    clip: a quantile of the known clients' utilities; larger utilities are reduced to it.
+    preferred: the percentile of known durations that is the limit; 100 means no limit.
     window, delta: after each `window` rounds, `preferred` grows by `delta` if utilities were lower
     than in the `window` rounds before.
     number: the number of rounds so far.

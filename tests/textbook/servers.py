@@ -63,9 +63,9 @@ def run_server_rule(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     after: Callable[[Params], None] = lambda x: None,
 ) -> Book:
-    """Return the results of rounds at whose end `rule` computes the next parameters [d].
+    """Compute a run in which the server calls `rule` to get the next parameters [d].
 
-    Buffers are averaged.
+    Buffers become the weighted mean of the clients' buffers.
     weigh(world, version, jobs): the jobs' weights before normalisation.
     after(model): called with the new model's tensors at the end of each round.
     """

@@ -30,8 +30,9 @@ def logged_run(
 ) -> tuple[FinishedRun, list[dict[int, float]], list[dict[int, float]]]:
     """Run `rounds` rounds with the selection `rule`; return the run and two lists of losses.
 
-    Both lists have losses by client for each aggregation: the reported ones, and those of all
-    clients at the version before the aggregation, computed here.
+    Each list has for each aggregation a dictionary from clients to losses. The first list has the
+    losses that the aggregation's clients reported. The second list has the losses of all clients at
+    the version before the aggregation, which this function computes.
     """
     spec = run_spec(data=tiny_data(clients=14, samples=300), seed=SEED, selection=rule)
     coordinator = coordinate(spec, Synchronous(COHORT), Lognormal(), rounds=rounds)

@@ -89,7 +89,7 @@ def vhl(
     alpha: the weight of the virtual images' cross-entropy.
     gamma, kappa: the weights of two supervised contrastive losses: of all images, and of the
     virtual images alone.
-    extra: True: the head has outputs for virtual images of each class.
+    extra: True: the head has a second output for each class, which is used for virtual images.
     align_epochs: the number of first epochs of a job that use the contrastive losses.
     mixup: True: Mixup changes the real images.
     """

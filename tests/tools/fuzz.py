@@ -6,7 +6,7 @@ This command makes 5000 cases of each type. After an interruption, it continues.
 be refused with one sentence and the exit status 2. It must not:
 - raise an exception that is not handled,
 - need a minute of CPU time, or wait for a minute,
-- need over 1 GiB more memory than each earlier case,
+- need over 1 GiB more memory than any earlier case,
 - leave a file if it is refused.
 """
 

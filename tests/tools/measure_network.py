@@ -70,12 +70,13 @@ class Measurement:
     """The measured time and traffic of a run.
 
     turn: the index of the repetition, from 0.
-    schedule: a key of `SCHEDULES`. From `measure_sums`: the number of clients in a round.
-    kind: a key of `KINDS` or `UNDISTURBED`. From `measure_sums`: the number of nodes.
+    schedule: a key of `SCHEDULES`. If `measure_sums` made the run: the number of clients in a
+    round.
+    kind: a key of `KINDS`, or `UNDISTURBED`. If `measure_sums` made the run: the number of nodes.
     seconds: the median of the seconds per round.
     links: each machine's mean bytes per round received and sent, counted on its link.
-    columns: the same for each node of Ray, from raysim's history. Nodes other than 0 may have other
-    numbers than their machines.
+    columns: the same for each node of Ray, from raysim's history. A node other than node 0
+    may have a different number from its machine.
     resent: each machine's mean bytes per round that TCP sent again.
     """
 

@@ -211,7 +211,7 @@ class Mapper:
 class Map:
     """A record of which tests execute which lines, and of the CPU seconds of each test.
 
-    lines: an integer by file and line. Bit k is 1 if tests[k] executes the line.
+    lines[file][line]: an integer, whose bit k is 1 if tests[k] executes the line.
     stored: the record in the format of `Mapper.result`.
     """
 
@@ -380,7 +380,7 @@ def child(copy: Path, asked: Asked) -> NoReturn:
     """Run tests in this process, write the result to a file, and end this process.
 
     copy: a copy of the working tree, from which the tests import raysim. It contains the mutant, if
-    one is tested. The file `.answer` in it gets the result.
+    one is tested. The result goes to its file `.answer`.
     """
     code = 70
     try:
@@ -450,8 +450,8 @@ def cpu_seconds(pid: int) -> float:
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
     """Run trials in parallel, at most one at a time in each copy of the working tree.
 
-    trials: functions from a copy's folder to a generator. It yields requests to run tests
-    (`Asked`), and receives a dictionary for each:
+    trials: each trial is a function that takes a copy's folder and returns a generator. The
+    generator yields requests to run tests (`Asked`). For each request, it receives a dictionary:
     - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (too much
       time or memory).
     - "first": the first test that failed, or another reason.

@@ -55,8 +55,8 @@ class Mutant:
     """One change of one file: `new` replaces the bytes from `start` to `end`.
 
     lines: the first and last line of the changed statement.
-    scopes: these lines of each enclosing function or class, innermost first.
-    label: the change in words, by which it is found if lines move.
+    scopes: the first and last line of each enclosing function or class, innermost first.
+    label: a text about the change. It is unique in the file, and stays the same if lines move.
     """
 
     file: str

@@ -46,8 +46,8 @@ def plain_fedavg(
 ) -> dict[str, Tensor]:
     """Return the model after FedAvg: x <- x + sum_i w_i (y_i - x) / sum_i w_i in each round.
 
-    As in raysim, clients are added in pairs in the order in which they finish, then these sums, and
-    so on.
+    As in raysim, the changes are added up in pairs, in the order in which the clients finish. Then
+    these sums are added up in pairs, and so on.
     weighting: w_i, "samples" or "uniform".
     optimizer: settings of torch's SGD.
     """

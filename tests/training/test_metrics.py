@@ -49,9 +49,9 @@ def top_five_accuracy(labels: np.ndarray, outputs: np.ndarray) -> float:
 
 
 def mean_area_under_curve(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """Return the mean area under the ROC curve over the columns of `labels` with both 0 and 1.
+    """Return the area under the ROC curve, as a mean over columns of `labels`.
 
-    The result is nan without such a column.
+    Columns that do not contain both 0 and 1 are left out. The result is nan if none is left.
     labels, outputs: the labels, 0 or 1, and the model's scores, [samples, labels].
     """
     areas = [
@@ -131,8 +131,8 @@ def check_metric(kind: Kind, name: str, samples: int, width: int, fraction: floa
     """Compare a metric with scikit-learn's on random labels and outputs.
 
     width: the number of outputs of each sample.
-    fraction: for classification, the fraction of classes that have labels. For "multilabel", the
-    probability that a label is 1.
+    fraction: for classification, the fraction of the classes from which labels are drawn; no sample
+    has one of the other classes. For "multilabel", the probability that a label is 1.
     """
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)
