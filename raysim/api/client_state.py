@@ -29,8 +29,8 @@ class ClientState(Generic[T]):
     buffers such as running means.
     counters: int64, one vector of all integer buffers that stay on the client, such as counts of
     batches.
-    methods: the methods' client state by "method.name", such as "scaffold.control". Names of kept
-    optimizers' states begin with "local.kept.".
+    methods: the methods' client state by "method.name", such as "scaffold.control". If the client
+    keeps its optimizer, the optimizer's state is here, too; its names begin with "local.kept.".
     """
 
     personal: T

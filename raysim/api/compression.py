@@ -10,9 +10,9 @@ at 0:
     ef21   send v - m:  the receiver gets m + C(v - m); the next m is what it gets
     ef14   send v + m:  the receiver gets C(v + m); the next m is v + m - C(v + m)
 
-Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021); in both directions, EF21-BC
-(Fatkhullin et al., 2021). ef14 is the error feedback of Seide et al. (Interspeech 2014), as
-analysed by Karimireddy et al. (ICML 2019).
+Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021). If both directions are
+compressed, it is EF21-BC (Fatkhullin et al., 2021). ef14 is the error feedback of Seide et al.
+(Interspeech 2014), as analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
 - In the papers, v is a gradient. Here v is a client's update or the server's step.
@@ -127,8 +127,8 @@ class Compressor(Method):
         values: the vector to send, [layout.trained]. It may be overwritten.
         memory: the sender's memory, [layout.trained]; empty means 0. Do not change it.
         key: a random number below 2^63 for `encode`, a new one for each message.
-        kept: on the CPU, for `encode`: what `keep` returned after the sender's last message, or
-        `initial` before the first one.
+        kept: the tensor on the CPU that `encode` gets. `keep` returned it after the sender's last
+        message, or `initial` if this is the first message.
         """
         # A subclass may override this function with a faster one that has the same results. Its own
         # subclasses that override `encode` must then override this function as well.

@@ -478,8 +478,8 @@ class Participation(NamedTuple):
     version: the base version.
     samples: the number of the client's training samples.
     trained_samples: the planned number of samples that the job trains on.
-    earlier_jobs: the client's earlier jobs that were dispatched.
-    aggregated_jobs: the client's jobs that were aggregated before this version.
+    earlier_jobs: the number of the client's jobs that were dispatched before.
+    aggregated_jobs: the number of the client's jobs that were aggregated before this version.
     client: -1 if it is unknown.
     """
 

@@ -303,15 +303,15 @@ class LocalJob:
 class PersonalModel:
     """A client's model that is about to be scored: the argument of the hook `personalise`.
 
-    The hook changes `vector`, shared and personal parameters, in place to the client's personalised
-    model.
+    The hook changes `vector` in place, so that it becomes the client's personalised model. `vector`
+    has the shared and the personal parameters.
 
     state: the method's client state after the client's last aggregated job, or the initial state.
     received: the tensors of `Setup.send_to_client`.
     data: a function without arguments that yields batches (inputs, labels) of the client's training
     samples.
-    trained: True if an aggregation had a job of the client, even a failed one. It is always False
-    in a run without client states, personal parameters and kept optimizers.
+    trained: True if the client had a job in an aggregation, even if this job failed. It is always
+    False in a run without client states, personal parameters and kept optimizers.
     """
 
     def __init__(
@@ -362,7 +362,8 @@ class ScoredModel(PersonalModel):
     name: "client", "central", "validation" or the name of a domain. "central:NAME" is the domain
     NAME of the central test set.
     state: the method's client state, by short name; empty for the shared model.
-    received: the method's tensors for all clients and for this one.
+    received: the tensors that the method sends to all clients, and those that it sends only to this
+    client.
     """
 
     def __init__(

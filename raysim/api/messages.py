@@ -54,8 +54,9 @@ class PublishedVersion:
     """A version as workers receive it: the shared vector, and the tensors that methods send.
 
     version: the number of aggregations before it.
-    vector: [layout.shared], shared parameters, then buffers of floats.
-    counters: int64 [layout.shared_counters], shared buffers of integers.
+    vector: [layout.shared], first the shared parameters, then the shared buffers that contain
+    floats.
+    counters: int64 [layout.shared_counters], the shared buffers that contain integers.
     extras: the methods' tensors for all clients, by "method.name".
     mark: "" if clients train from this vector; else a text such as "scored 0".
     number: the position, from 0, in the list of all published versions of all replicas.

@@ -85,9 +85,10 @@ class Metric:
     labels as the loss.
     name: None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
-    per: "sample" for a score for each sample, whose mean is the metric. "set" for one number from
-    all samples of the central test set, a client or a domain. With None, raysim tries the
-    function; for labels that are dictionaries or lists of arrays, None means "sample".
+    per: "sample" if the function returns a score for each sample; the metric is the mean of these
+    scores. "set" if it returns one number for all samples of the central test set, a client or a
+    domain. With None, raysim calls the function with random data to find out. If labels are
+    dictionaries or lists of arrays, None means "sample".
     """
 
     function: MetricFunction
@@ -169,10 +170,10 @@ class SetScore:
 
 @contextmanager
 def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
-    """Turn any error inside `with` into a ValueError with the metric's name and inputs' shapes.
+    """Turn errors of a user's metric into a ValueError that shows its name and its inputs' shapes.
 
-    The code inside `with` calls a user's metric, without gradients.
-    outputs, labels: the metric's arguments.
+    The call of the metric is the body of a `with` block. No gradients are computed in it.
+    outputs, labels: the arguments of the metric.
     advice: the error's last sentence, which says what to do.
     """
     try:

@@ -1,7 +1,8 @@
 """Define selection rules, which choose the clients to dispatch, and the data for them.
 
-A rule must remember only `SelectionView.state`, and depend only on its argument. Otherwise results
-depend on the number of workers, and on stops and resumes.
+A rule must store everything that it remembers in `SelectionView.state`. Its choice may depend only
+on the view that it gets. Otherwise results depend on the number of workers, and on whether a run is
+stopped and resumed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ class ClientFacts:
 
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs aggregated so far.
-    loss, norm: the mean training loss of the last aggregated job, and the Euclidean norm of its
-    update; nan if the rule does not name them in `reports`.
-    seconds, last_finish: the virtual seconds from dispatch to finish of the last finished job, and
-    the virtual second of its finish. Lost jobs do not count.
+    loss: the mean training loss of the last aggregated job.
+    norm: the Euclidean norm of the last aggregated job's update. `loss` and `norm` are nan if the
+    rule does not name them in `reports`.
+    seconds: the virtual seconds from the dispatch to the finish of the last finished job.
+    last_finish: the virtual second in which the last finished job finished. For both, lost jobs do
+    not count as finished.
     staleness: the staleness of the last aggregated job.
     """
 
@@ -246,7 +249,8 @@ class Selection:
         """Return the clients to dispatch: at most `view.count` of `view.clients`, each once.
 
         raysim calls this function when a client is idle and available. If no job is in flight,
-        return at least one client. After fewer than `view.count` clients, raysim calls again later.
+        return at least one client. If the rule returns fewer than `view.count` clients, raysim
+        calls it again later.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'select'. Define it in this class."

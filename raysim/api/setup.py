@@ -86,8 +86,9 @@ class Send:
 class Omission:
     """A declaration that some jobs do not receive or send the whole model, see `Setup.omit`.
 
-    down: returns how many floats of the model a job's client does not receive.
-    up: returns how many floats of the model a job's client does not send.
+    down: a function of the job. It returns how many of the model's floats the client does not
+    receive.
+    up: a function of the job. It returns how many of the model's floats the client does not send.
     """
 
     down: Callable[[Participation], int]
@@ -535,8 +536,9 @@ class Setup:
         """Return zeros [layout.trained]: the initial value of a client state or server state.
 
         Pass this function itself: `run.client_state("control", run.zeros)`.
-        at: for client state, a number of samples; the zeros are on the CPU. For server state, the
-        server; the zeros have the device and dtype of the server's parameters.
+        at: the argument that raysim passes. For a client state, it is the client's number of
+        samples, and the zeros are on the CPU. For a server state, it is the `ServerView`, and the
+        zeros have the device and dtype of the server's parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -611,8 +613,8 @@ class Setup:
         """Choose the samples of each epoch; only one method of a run may do so.
 
         choose(job, epoch, epochs) is called for epochs 1 to `epochs`. It returns positions (int64)
-        in the client's samples; None for epoch 1 means all samples in all epochs. With
-        `local.steps`, each of a job's `local.phases` parts is an epoch.
+        in the client's samples; None for epoch 1 means all samples in all epochs. With the setting
+        `local.steps`, a job is divided into `local.phases` parts, and each part counts as an epoch.
         """
         self.declared.select = choose
 

@@ -18,9 +18,9 @@ from raysim.primitives.kinds import TargetField
 def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
     """Unpack each sample's row of floats into a dictionary of arrays, by field name.
 
-    rows: [n, floats]. A row has a section for each field, in the order of `fields`: the length of
-    the array's first axis, then the values. All sections of a field have the size that the field's
-    largest array needs.
+    rows: [n, floats]. A row has one section for each field, in the order of `fields`. A section
+    begins with the length of the array's first axis; the values of the array follow. It is always
+    long enough for the largest array of its field.
     fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]

@@ -1,8 +1,8 @@
 """Define topologies: which models the server has, and which clients train each model.
 
 A replica is one model of the server, with its server state. A client starts from the replica that
-serves it, and its update is aggregated into that replica. In an exchange, replicas become weighted
-means of replicas.
+serves it, and its update is aggregated into that replica. An exchange replaces each replica by a
+weighted mean of several replicas.
 """
 
 from __future__ import annotations
@@ -155,21 +155,21 @@ class Network:
 
     replica_of: int64 [clients], the replica that serves each client.
     mixing: the weights in an exchange, from `mixing_matrix`; None means no exchanges.
-    shares: float64 [replicas], the weights of the replicas in the mean that is scored as the shared
-    model; None means equal weights. If clients move, the weight of a replica is instead the share
-    of all samples that the replica's clients have.
+    shares: float64 [replicas], the weight of each replica in the mean of all replicas, which is
+    scored as the shared model. None means equal weights. If clients move between replicas, a
+    replica's weight is instead the number of its clients' training samples.
 
-    every: the aggregations between two exchanges: of each replica with `own_schedules`, else of the
-    run.
+    every: the number of aggregations between two exchanges. With `own_schedules`, each replica must
+    make this number of aggregations of its own. Otherwise all aggregations of the run count.
     seconds: the virtual seconds between two exchanges; 0 uses `every`.
-    link_seconds, link_floats: the virtual seconds of an exchange, and the floats that all replicas
-    together send.
+    link_seconds: the virtual seconds that an exchange takes.
+    link_floats: the floats that all replicas together send in an exchange.
 
     own_schedules: True gives each replica a schedule of its own.
     on_clients: True if clients store their replicas, so that jobs do not send or receive the model.
-    Without `pairwise`, only replicas with an update take part in an exchange.
-    client_floats: [clients], the floats that each client sends to other clients, and receives, in
-    an exchange; None unless `on_clients` is True.
+    Only replicas with an update then take part in an exchange, unless `pairwise` is True.
+    client_floats: [clients], the floats that each client sends to other clients in an exchange. It
+    receives as many. None unless `on_clients` is True.
     pairwise: True if each replica with updates draws a neighbour (by `seed`), and both become the
     mean of the two.
     mixes_first: True if an exchange comes before the updates of the aggregation.
@@ -243,8 +243,9 @@ class Network:
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
         """Yield the exchanges of replicas after an aggregation, one after another.
 
-        An exchange is a list of weighted means, all computed before a replica changes. There is one
-        exchange; with `pairwise`, one for each of `replicas` that has a neighbour.
+        An exchange is a list of weighted means. All means of an exchange are computed before any
+        replica changes. With `pairwise`, there is an exchange for each of `replicas` that has a
+        neighbour. Otherwise there is only one exchange.
         version: the number of the run's aggregations so far.
         replicas: the replicas with updates in the aggregation, ascending.
         """
@@ -312,12 +313,12 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return the mixing matrix of an exchange in sparse form.
 
-    weights: an array [replicas, replicas], or a dictionary from replicas to weights for each row,
-    where missing replicas have the weight 0. Row r has the weights of the mean that becomes replica
-    r's next vector.
+    weights: an array [replicas, replicas], or a sequence with a dictionary for each row. A
+    dictionary maps the numbers of replicas to their weights; replicas that are not in it have the
+    weight 0. Row r has the weights of the mean that becomes replica r's next vector.
     key: the name of the setting, for errors.
-    Raises ValueError if a weight is negative, not finite, or of no replica. Also raises ValueError
-    if the weights of a row do not sum to 1.
+    Raises ValueError if a weight is negative, not finite, or belongs to a replica that does not
+    exist. Also raises ValueError if the weights of a row do not sum to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):

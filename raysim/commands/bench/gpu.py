@@ -469,8 +469,8 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
     """Return a row with the seconds per round (median) and the client steps per second.
 
-    Of more than two rounds, the first two are left out, because they allocate memory and record
-    graphs.
+    If there are more than two rounds, the first two are left out, because they allocate memory and
+    record graphs.
     times: clock readings at the start of the first round and at the end of each round.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))

@@ -58,8 +58,8 @@ class RunEnd:
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
     """Build every run of a study, so that errors are found before the first run starts.
 
-    Only data sets are written, into the cache. Return the study with new `config`, `is_finished`
-    and `warnings` of each run.
+    This writes no files except data sets in the cache. Return the study with new values of
+    `config`, `is_finished` and `warnings` in each run.
     allow: the user's own packages whose classes the options may use.
     Raise `RefusedError` for the first run that is impossible or cannot be continued.
     """
@@ -116,12 +116,14 @@ def make_runs(
     say: Say = print,
     show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Execute the runs that are not finished; return why runs failed, by the name of the run.
+    """Execute the runs that are not finished; return the reasons why runs failed.
+
+    The result maps the name of each failed run to its reason.
 
     allow: the user's own packages whose classes the options may use.
     say: function that gets a line for each run that has ended.
-    show: function that displays the progress: "running: NAMES" and, if `parallel` is 1, a second
-    text after every round, such as " · round 3/20".
+    show: function that displays the progress. Its first argument is "running: NAMES". If `parallel`
+    is 1, it also gets a second text after every round, such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """

@@ -130,7 +130,9 @@ def _own_metrics(planned: StudyPlan) -> list[str]:
 def _make_and_report(
     planned: StudyPlan, parallel: int, metrics: Sequence[str], allow: Sequence[str], quiet: bool
 ) -> dict[str, str]:
-    """Execute the runs and print the tables; return why runs failed, by the name of the run.
+    """Execute the runs and print the tables; return the reasons why runs failed.
+
+    The result maps the name of each failed run to its reason.
 
     parallel: the number of runs at a time.
     metrics: () compares the usual metrics.

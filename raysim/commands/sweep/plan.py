@@ -367,7 +367,9 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the stored sweep of a folder, with changes by overrides, such as more trials.
+    """Return the sweep that is stored in a folder, with the changes that overrides make.
+
+    For example, an override may add trials.
 
     conf: the user's own folders of options; () takes the stored ones.
     Raise `RefusedError` if an override changes a value that cannot change in a sweep, or if a
