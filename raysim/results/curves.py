@@ -63,7 +63,8 @@ class Curve:
     """One line of a plot.
 
     label: the name of the curve in the legend.
-    points: pairs (row, y) for the rounds in which y was measured; the history's `row` contains x.
+    points: pairs (row, y), one for each round in which y was measured. `row` is the round's row of
+    the history; the horizontal axis reads x from it.
     colour, dash: positions in the lists of colours and dashes.
     deviations: the deviation over seeds at each point; empty with too few seeds.
     """
@@ -313,8 +314,8 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis would tell more than the plot against rounds.
 
-    This is not so if all curves have almost the same value in the same round. Return False for wall
-    time, which depends on the machine, and True for rounds.
+    Return False if all curves have almost the same x in the same round, because both plots then
+    look alike. Return False for wall time, which depends on the machine, and True for rounds.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -328,11 +329,12 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw the curves in a plot for each quantity of the horizontal axis, such as rounds.
+    """Draw the curves several times: once against rounds, and once against each other quantity.
 
-    Return for each plot the label of the horizontal axis, the plot as SVG, and whether the HTML
-    page shows it at once. It hides wall time, and plots that look like the plot against rounds. A
-    quantity that is always 0 has no plot. The plots have no legend.
+    Return for each plot the label of the horizontal axis, the plot as SVG, and True if the HTML
+    page shows the plot at once. The page first hides the plot against wall time, and plots that
+    look like the plot against rounds. A quantity that is always 0 has no plot. The plots have no
+    legend.
     """
     drawn = []
     for axis in AXES:

@@ -124,7 +124,8 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 def _shown_rows(labels: Ints) -> Ints:
     """Return the positions of at most `_FEATURE_ROWS` rows to plot.
 
-    These are the first rows of up to 10 classes, equally many for each class that has enough.
+    These are the first rows of each class, for up to 10 classes. Each class gets the same number of
+    rows, or all its rows if it has fewer.
     labels: int [rows], the class of each row.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
@@ -208,9 +209,9 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the classes that local models predict for samples of unseen classes.
 
-    An unseen class does not occur in the client's training samples. A panel for each of up to 6
-    clients has the mean predicted probability of each class. Without such samples, the picture
-    shows a sentence.
+    An unseen class does not occur in the client's training samples. Each client, up to 6, has a
+    panel with the mean predicted probability of each class. If no client has an unseen class, the
+    picture shows a sentence that says so.
     """
     outputs = []
     for probe in probes:
@@ -276,12 +277,14 @@ _PROBE_COLUMNS = (
 
 
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of the effects of local training over the rounds, from the run's probes.
+    """Write a picture of the effects that probes measured in local models, over the rounds.
 
-    Panels show accuracies, features compared with the received model's, and outputs for samples of
-    classes that the client does not have.
+    It has three panels. The first shows the accuracies of the shared model and the local models.
+    The second compares the features of local models with those of the received model, and the
+    features of seen classes with those of unseen ones. The third shows the outputs for samples of
+    unseen classes, which do not occur in the client's training samples.
 
-     Returns False, and writes nothing, if the history has no probes.
+    Returns False, and writes nothing, if the history has no probes.
     """
     if not finite_values([row.get(key) for row in rows for key in _PROBE_COLUMNS]):
         return False
@@ -397,9 +400,10 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write one picture with the scores of all domains over the rounds, a curve for each.
+    """Write one picture with the scores over the rounds; each domain has a curve.
 
-    There is a panel for each kind of models with scores, such as the clients' or fine-tuned models.
+    Each kind of model that was scored has a panel: the clients' models, the shared model, the
+    fine-tuned models.
 
     Returns False, and writes nothing, if there are no domains.
     """

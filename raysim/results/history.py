@@ -225,9 +225,9 @@ def summarise(
     """Return the content of `summary.json`.
 
     It has the last value of each column, scores over several rounds such as "best5_mean", and
-    `facts`. Scores over several rounds come from the main metric on the clients' test sets, with
-    the suffix `_global` on the central test set. Without scores of clients, the central ones have
-    no suffix.
+    `facts`. A score over several rounds is computed from the main metric on the clients' test sets.
+    The same score on the central test set has the suffix `_global`. If the clients have no scores,
+    the score on the central test set has no suffix.
 
     thresholds: `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.

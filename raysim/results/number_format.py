@@ -42,8 +42,8 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
     """Return a number of any size with at least four digits: 12.3456 becomes "12.35".
 
     Numbers below 10 get four decimals.
-    like: the mean, if `value` is a standard deviation, which then gets as many decimals as the
-    mean; else None.
+    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation gets as
+    many decimals as its mean.
     """
     if value is None:
         return MISSING
@@ -67,8 +67,9 @@ class UnitFormat:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
         value: None, for a missing number, becomes "–".
-        like: the mean to which the standard deviation `value` belongs; both get equally many
-        decimals. None gives at most three significant digits, or no decimals.
+        like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation
+        gets as many decimals as its mean. Another number gets at most three significant digits
+        below 1000, and no decimals from 1000 on.
         unit_of: a number that decides the prefix in place of `like` or `value`.
         """
         text = format_count(value, like=like, unit_of=unit_of)
@@ -88,8 +89,9 @@ def format_count(
     """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
     value: None, for a missing number, becomes "–".
-    like: the mean to which the standard deviation `value` belongs; both get equally many decimals.
-    None gives at most three significant digits, or no decimals.
+    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation gets as
+    many decimals as its mean. Another number gets at most three significant digits below 1000, and
+    no decimals from 1000 on.
     unit_of: a number that decides the prefix in place of `like` or `value`.
     """
     if value is None:
@@ -104,8 +106,8 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
     value: None, for a missing number, becomes "–".
-    like: if `value` is a standard deviation, the mean that it belongs to; else None. A standard
-    deviation is written with one decimal.
+    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation always
+    gets one decimal.
     """
     if value is None:
         return MISSING
@@ -118,8 +120,9 @@ def format_seconds(
     """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
     value: the time in seconds; None, for a missing time, becomes "–".
-    like: the mean, in seconds, to which the standard deviation `value` belongs; both get equally
-    many decimals. None gives at most three significant digits, or no decimals.
+    like: if `value` is a standard deviation, its mean in seconds; otherwise None. A standard
+    deviation gets as many decimals as its mean. Another time gets at most three significant digits
+    below 1000, and no decimals from 1000 on.
     unit_of: a time in seconds that decides the unit in place of `like` or `value`.
     """
     if value is None:
@@ -160,8 +163,9 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
-    like: the mean, if `value` is a standard deviation, which then gets as many decimals as the
-    mean. None gives at most three significant digits, or no decimals.
+    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation gets as
+    many decimals as its mean. Another number gets at most three significant digits below 1000, and
+    no decimals from 1000 on.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:
@@ -178,7 +182,7 @@ def format_mean(mean: float | None, deviation: float | None, show: FormatNumber)
 
     The unit is only at the end: "7.68 ± 1.55 MB".
     mean: None if it is missing.
-    show: function that formats one number, or None, with its unit.
+    show: function that returns one number as text with its unit. It also takes None.
     """
     if deviation is None:
         return show(mean)

@@ -286,7 +286,8 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
     """Return the page's section on the costs of reaching target scores; None if none was reached.
 
-    If `view.thresholds` is (), they are the two highest scores of `rounds_to` that any run reached.
+    `view.thresholds` are the target scores. If it is (), take the two highest thresholds in
+    `rounds_to` of the summaries that any run reached.
     """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
@@ -386,8 +387,8 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    The part's plot has a curve for each setting, over the clients of all seeds: for each score, the
-    share of clients that have this score or a lower one.
+    The part's plot has a curve for each setting. For each score, the curve shows the share of
+    clients that have this score or a lower one. The clients of all seeds count together.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
@@ -615,10 +616,11 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Return an SVG of the fractions of each client's training samples in the classes.
+    """Return an SVG that shows how each client's training samples are divided among classes.
 
-    Each class is a row, and each of at most `MAX_MAP_CLIENTS` clients is a column. Colours show the
-    square root of the fraction, so that small fractions are visible.
+    Each class is a row, and each of at most `MAX_MAP_CLIENTS` clients is a column. A cell shows the
+    fraction of the client's samples that are of the class. Its colour follows the square root of
+    the fraction, so that small fractions are visible.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))

@@ -1,7 +1,8 @@
 """Store probes of local models: one safetensors file for each probed round.
 
-Both the trained and the received model get the same samples of the central test set, equally many
-of each class if it has enough.
+A probe measures a client's trained model, and the model that the client received, on the same
+samples of the central test set. These have equally many samples of each class; a class with too few
+samples gives all that it has.
 
 Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figures 2 and 3, and Table 6.
 """

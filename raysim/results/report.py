@@ -77,8 +77,8 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1 in percent.
-    thresholds: target scores of the table of costs. () takes the highest reached ones of
-    `rounds_to` in the summaries, four in the table and two on the HTML page.
+    thresholds: the target scores whose costs are shown. () takes the highest thresholds in
+    `rounds_to` of the summaries that a run reached: four in a table, two on the HTML page.
     bold: a rule in `BOLD_RULES` for marking the best value.
     """
 
@@ -437,8 +437,9 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    First comes the group with the best score, the mean over the five best rounds of its runs. All
-    groups with the same data and partition follow. Then comes the best remaining group, and so on.
+    A run's score is the mean over its five best rounds, and a group's score is the mean over its
+    runs. First comes the group with the best score, then all other groups with the same data and
+    partition. Then comes the best remaining group, and so on.
     Finished and unfinished runs, and runs with equal settings and seed, are in different groups.
     """
     groups: list[list[Run]] = []
@@ -546,8 +547,8 @@ def result_columns(
 
     Numbers are mean ± sample standard deviation over seeds. Each group is compared by a paired
     t-test with the first group that has the same data and partition.
-    limit: the largest number of columns for target scores; the highest reached scores get them. It
-    has no effect with `view.columns`.
+    limit: the most target scores that get a column; the highest ones that a run reached are taken.
+    It has no effect if `view.columns` names the columns.
     """
     runs = [run for group in groups for run in group.runs]
     columns = [Column("", [group.label for group in groups], key="setting")]
@@ -610,12 +611,13 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
 def _compare_with_first(
     by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
 ) -> list[Difference | None]:
-    """Test each row of a table against the first row with the same data, in pairs of equal seeds.
+    """Test the scores of each row of a table against those of the first row with the same data.
 
-    The first row of each data set and a row without any pair get None. Holm's correction counts all
-    tests.
+    A pair is the scores of the two rows for the same seed. Return None for the first row itself,
+    and for a row without any pair. Holm's correction counts all tests of the table.
     by_seed: for each row, a dict from seed to score; None for a seed without a score.
-    blocks: rows with equal values are compared.
+    blocks: a value for each row, which stands for its data. Only rows with equal values are
+    compared.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -682,11 +684,12 @@ def threshold_columns(
 ) -> list[Column]:
     """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
-    A row is a target score and a group. The costs are rounds, bytes, times, and the fleet's energy,
-    money and CO2, up to the first round that reaches the score. Each cost is mean ± sample standard
-    deviation over the seeds that reach it.
-    view: if `view.thresholds` is (), the target scores come from `rounds_to` in the summaries.
-    limit: the number of these target scores; only the highest reached ones have rows.
+    There is a row for each pair of a target score and a group. The costs are rounds, bytes, times,
+    and the fleet's energy, money and CO2. They are counted up to the first round that reaches the
+    score. Each cost is a mean ± sample standard deviation over the seeds that reach the score.
+    view: `view.thresholds` are the target scores. If it is (), they are the thresholds in
+    `rounds_to` of the summaries that some run reached.
+    limit: the most target scores to take from `rounds_to`; the highest ones are taken.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

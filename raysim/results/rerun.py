@@ -12,7 +12,7 @@ TARGET = "_target_"  # Hydra's key for the path of a class
 def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
     """Return the command that repeats a run: `raysim run --config PATH --allow PACKAGE ...`.
 
-    The packages are those of the classes in the configuration, except for raysim.
+    The command allows each package, other than raysim, from which the configuration names a class.
     config, path: the stored configuration and its file.
     """
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")

@@ -51,8 +51,8 @@ class Run:
 def is_result_file(name: str) -> bool:
     """Return True for a file that belongs to a run's results.
 
-    Files of checkpoints are no results. Locks and unfinished files are no results either: a part of
-    the path starts with a dot.
+    Files of checkpoints are no results. If the name of the file or of a folder in its path starts
+    with a dot, the file is no result either: it is a lock or unfinished.
     name: the file's path inside a folder of runs.
     """
     *folders, _ = parts = PurePosixPath(name).parts
@@ -106,7 +106,8 @@ def load_run(folder: Path, url: str = "") -> Run:
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
     """Read the runs at these paths and URLs; skip files and folders that no run wrote.
 
-    warn: function that gets one sentence about skipped folders, except MLflow's artifacts.
+    warn: function that gets one sentence with the names of the skipped folders. Folders with
+    artifacts of MLflow are skipped without a warning.
     Raises `ValueError` if there is no run, a path does not exist, or a run has a broken file.
     """
     from raysim.results.mlflow_server import ARTIFACTS
@@ -269,7 +270,7 @@ def _is_implied_default(
 
 
 def _defaults(group: str, option: str) -> dict[str, str]:
-    """Return the values in the configuration file of an option, as text, by dotted key.
+    """Read the configuration file of an option; return its values as text, by dotted key.
 
     Return {} if raysim has no such file.
     group, option: for example "partition" and "dirichlet".
@@ -312,10 +313,11 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Return the settings without those whose values follow from the methods of the runs.
+    """Remove the settings whose values follow from the runs' methods; return all others.
 
-    Values follow if any two runs with equal methods have equal values. The key "method" stays.
-    Without this key, all settings stay.
+    The value of a setting follows if runs with equal methods always have equal values of it. The
+    key "method" is not removed. If `settings` lacks this key, nothing is removed.
+    settings: by key, the value of each run.
     """
     methods = settings.get("method")
     if methods is None:

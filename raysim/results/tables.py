@@ -32,8 +32,8 @@ class FormatNumber(Protocol):
     """A function f(value, like=None) that returns a number as text.
 
     value: the number; None if it is missing.
-    like: the mean, if `value` is a standard deviation, which then gets the mean's unit and
-    decimals; else None.
+    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation gets
+    the unit and as many decimals as its mean.
     """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
@@ -248,9 +248,9 @@ _LATEX_MARKS = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    The best values of a group of compared rows (`Column.groups`) are bold. † marks a significantly
-    better, ‡ a significantly worse value than the group's first row. Lines separate neighbouring
-    groups.
+    In each group of compared rows (`Column.groups`), the best value is bold. † marks a value that
+    is significantly better than the value in the group's first row, and ‡ a significantly worse
+    one. Lines separate neighbouring groups.
 
     note: a comment above the table.
     """

@@ -36,8 +36,8 @@ def continue_text(
     """Return a prompt followed by the text that a model writes after it.
 
     The text ends at the end of a document, or after `generate.tokens` tokens.
-    model: a language model from int [batch, positions] to the next tokens' logits [batch, tokens of
-    the vocabulary, positions].
+    model: a language model. It takes tokens, int [batch, positions], and returns the logits of the
+    token that follows each position, [batch, tokens of the vocabulary, positions].
     length: the number of positions that the model takes.
     """
     written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
@@ -67,8 +67,8 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
     """Return a text for each prompt; without prompts, one text after an empty prompt.
 
     Equal models, settings and seeds give equal texts.
-    model: a language model from int [batch, positions] to the next tokens' logits [batch, tokens of
-    the vocabulary, positions].
+    model: a language model. It takes tokens, int [batch, positions], and returns the logits of the
+    token that follows each position, [batch, tokens of the vocabulary, positions].
     """
     dataset = spec.data.open()
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)

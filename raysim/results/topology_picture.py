@@ -142,8 +142,10 @@ def _draw_servers(
     positions: np.ndarray,
     rows: Sequence[Row],
 ) -> None:
-    """Draw each replica's links to clients and its name, the links between replicas, and traffic.
+    """Draw the links of the replicas, and write the name and the traffic of each replica.
 
+    A replica has links to the clients that it serves. If the replicas exchange their models, each
+    one also has a link to the centre of the picture.
     replicas, positions: the positions of replicas and clients in the picture, [replicas, 2] and
     [clients, 2].
     rows: the history, from which the traffic is read.

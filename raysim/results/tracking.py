@@ -1,8 +1,8 @@
 """Store runs for MLflow, and send them to a server or, on request, to a local database.
 
-With `tracking.uri`, a thread of the run sends each row at once, and later those that the server did
-not accept. Otherwise `raysim ui` sends the run to an SQLite file next to its folder, so that a run
-need not import MLflow.
+With `tracking.uri`, a thread of the run sends each row at once. Rows that the server did not accept
+are sent again later. Without this setting, `raysim ui` sends the run to an SQLite file next to the
+run's folder, so that a run need not import MLflow.
 """
 
 from __future__ import annotations
@@ -264,9 +264,9 @@ class Tracker(StoredTracker):
 
     uri: the address of MLflow's server or database; "" uses the SQLite file next to the folder.
     name: the name of the run in MLflow; "" uses the name of the folder.
-    say: prints one sentence, called from another thread.
+    say: function that prints one sentence. It may be called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
-    command: a message names this command to resume the run if rows were not sent.
+    command: the command that resumes the run. If rows were not sent, a message to the user has it.
     """
 
     def __init__(
@@ -452,7 +452,7 @@ def make_tracker(
 
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
-    command: a message names this command to resume the run if rows were not sent.
+    command: the command that resumes the run. If rows were not sent, a message to the user has it.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)

@@ -57,8 +57,8 @@ class InProcess:
         """Return the total of several sums of updates.
 
         node: is ignored, because all workers are in this process.
-        parts: for each sum, the positions of its updates in the order of aggregation: a subtree of
-        the summation tree (`tree_sum`).
+        parts: for each sum, the range of updates that it contains, by position in the order of
+        aggregation. Each range is a subtree of the summation tree (`tree_sum`).
         refs: the sums.
         """
         return add_up(parts, *refs)

@@ -195,9 +195,9 @@ def choose_size(
 ) -> Size:
     """Return the number of workers and their resources.
 
-    The number is `runtime.workers`, or as many as fit on the nodes, but at most `most`.
-    most: the number of clients in flight at once.
-    Raises NoRoomError if fewer workers fit than `runtime.workers`, or none.
+    If `runtime.workers` is null, the number is what fits on the nodes, but not above `most`.
+    most: the number of clients in flight at once. It has no effect if `runtime.workers` is set.
+    Raises NoRoomError if fewer workers fit than `runtime.workers`, or if not even one fits.
     """
     capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1

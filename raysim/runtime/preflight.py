@@ -88,7 +88,8 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
     """Return a small copy of the data, to measure the memory of a job.
 
-    clients: the clients that have samples in the copy, all of them the samples of `clients[0]`.
+    clients: the clients that have samples in the copy. Each of them gets the training and the test
+    samples of `clients[0]`.
     central: the number of samples of the central test set in the copy.
     """
     train = _repeat_samples(data.partition.train, clients)

@@ -67,7 +67,7 @@ def assign_units(
     is `MAX_SLOWDOWN` times the mean load after all assignments.
 
     units: the jobs of each client; the units with the most samples come first.
-    loads: for each worker, the number of samples that it must already train.
+    loads: for each worker, the number of samples that it still has to train from earlier jobs.
     nodes: for each worker, the number of its node.
     home_of: returns a client's home, or None.
     """
@@ -101,10 +101,11 @@ def assign_groups(
 ) -> list[list[Job]]:
     """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A worker returns one sum for a whole group. Groups are split only if a load would be above
-    `MAX_SLOWDOWN` times the largest load with single jobs.
+    A worker returns one sum for a whole group. Groups are split only if a worker's load would be
+    too large. The limit is `MAX_SLOWDOWN` times the largest load that workers would have if all
+    jobs were assigned one by one.
     groups: jobs whose updates are a subtree of the summation tree, in the order of aggregation.
-    loads: for each worker, the number of samples that it must already train.
+    loads: for each worker, the number of samples that it still has to train from earlier jobs.
     nodes: for each worker, the number of its node.
     keeps_nodes: True assigns groups to nodes first, if the loads allow it, so that nodes can add up
     sums.
@@ -129,11 +130,11 @@ def assign_consecutive_jobs(
 ) -> list[list[Job]]:
     """Divide a list of jobs into consecutive ranges, so that workers get about equal loads.
 
-    Return the range of each worker, which may be empty. This is for workers that train in lanes.
-    The jobs of a node are consecutive, too.
+    Return the jobs of each worker; a worker may have none. Use this function if workers train in
+    lanes. The jobs of all workers of a node are consecutive, too.
 
     jobs: the jobs, in the order of aggregation.
-    loads: for each worker, the number of samples that it must already train.
+    loads: for each worker, the number of samples that it still has to train from earlier jobs.
     nodes: for each worker, the number of its node.
     """
     works = [job.work for job in jobs]
@@ -230,11 +231,14 @@ def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
 def _distribute(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
 ) -> _Shares:
-    """Divide units among receivers: all receivers are workers, or all are nodes.
+    """Divide units of jobs among receivers: all receivers are workers, or all are nodes.
 
-    Each unit goes to the least loaded receiver; the unit with the most samples comes first.
-    loads: the loads without these units, as in `_Shares`.
-    capacities: for each receiver, the number of its workers; 1 for a worker.
+    The units with the most samples come first. Each unit goes to the receiver that has the smallest
+    load at this moment.
+    loads: for each receiver, its load before it gets any of these units. The load of a node is the
+    mean load of its workers.
+    capacities: for each receiver, 1 if it is a worker, or the number of its workers if it is a
+    node.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -292,8 +296,9 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Choose which unit of an overloaded worker or node to split; None if every unit is one job.
 
-    Choose the smallest unit whose half has at least `excess` samples, or else the largest unit of
-    several jobs.
+    Only units of several jobs can be split. Choose the smallest of them that has at least twice
+    `excess` samples. If none has so many, choose the largest.
+    excess: the number of samples by which the load is too large.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:

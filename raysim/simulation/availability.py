@@ -112,11 +112,12 @@ class Availability(ABC):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return changes of availability up to the virtual time `horizon`, in seconds.
 
-        The results are the times, and the positions in `clients` of the clients that change. At
-        most `_MAX_CHANGES` changes of a client are looked up. If that is not enough, later changes
-        of all clients are left out.
-        times: float64 [clients], the next change of each client. It is set to the first change that
-        is not returned.
+        There are two results: the times of the changes, and the positions in `clients` of the
+        clients that change. At most `_MAX_CHANGES` changes of a client are looked up. If a client
+        has more changes up to `horizon`, the results end before its first change that was not
+        looked up, for all clients.
+        times: float64 [clients], the time of each client's next change. This function sets it to
+        the client's first change that is not returned.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)

@@ -35,10 +35,11 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        validation: [clients], the validation scores; nan without validation samples.
-        hits: the scores of the clients' test samples, client after client.
-        Return both arrays of each client's best round. Raises ValueError if a resumed run's
-        checkpoint has scores of another shape.
+        validation: [clients], the validation scores; nan for a client without validation samples.
+        hits: the scores of single test samples, client after client.
+        The two results have the shapes of `validation` and `hits`. For each client, they contain
+        the values of its best round so far.
+        Raises ValueError if a resumed run's checkpoint has scores of another shape.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))

@@ -330,10 +330,11 @@ class WorkerCalls:
 
     # --- nodes that leave or join -----------------------------------------------------------------
     def _leave_lost_nodes(self) -> bool:
-        """Stop using workers whose node is lost or leaves; return True if a node is out of reach.
+        """Stop using workers on nodes that are lost or will leave the cluster.
 
-        Unanswered calls of a node out of reach are moved to other workers. Workers of a reachable
-        node answer their calls, and get new calls only if no other node has workers.
+        Return True if one of these nodes is out of reach. The unanswered calls of its workers are
+        then moved to other workers. If a leaving node can still be reached, its workers answer
+        their calls. They get new calls only if no other node has workers.
         """
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False

@@ -4,7 +4,8 @@ A checkpoint is a folder such as `round-000050` with these files:
 - `run.json`: what JSON can express, such as the planner's state and the rows of the history
 - `server.safetensors`: named tensors of the server, in several files if they are large
 - `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
-- `manifest.json`: name and SHA-256 of every file that the checkpoint needs, and a SHA-256 of them
+- `manifest.json`: the name and the SHA-256 of every file that the checkpoint needs, and a SHA-256
+  of this list
 
 Checkpoints share the folder `log` next to them, with client states (`states-00000017.safetensors`)
 and rows of a long history (`rows-00000009.json`).
@@ -62,7 +63,8 @@ class Snapshot:
 
     numbers: what JSON can express, such as the planner's state and the rows of the history.
     server: arrays by name, such as model parameters and server state.
-    clients: the client states that aggregated jobs have changed; `jobs` has these jobs.
+    clients: the client states by client. Clients that still have the initial state are left out.
+    jobs: for each of these clients, the number of the job that made its state.
     """
 
     numbers: Mapping[str, Any]
@@ -281,8 +283,8 @@ class Checkpoints:
     def _continue_log(self, store: Store) -> None:
         """Let new checkpoints use the log files of the checkpoint from which this run continues.
 
-        Log files contain client states and old rows of the history. If the run continues from no
-        checkpoint in the same folder, do nothing.
+        Log files contain client states and old rows of the history. Do nothing if the run is new,
+        or continues from a checkpoint in another folder.
         """
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return
@@ -571,7 +573,8 @@ def copy(address: str | Path, where: str | Path) -> None:
     """Copy a checkpoint, with all files that it needs, to another folder or URL.
 
     address: the path or the URL of the checkpoint.
-    where: the folder or URL in which the checkpoint's folder gets a copy of the same name.
+    where: the folder or URL that gets the copy. The copied folder keeps its name, such as
+    "round-000050".
     """
     origin, folder = split_address(address)
     source, target = open_store(origin), open_store(where)

@@ -160,8 +160,8 @@ class ClientStates:
         worker has the state. Also return the number of bytes read from disk. Pass it to
         `release_read` after the answer.
 
-        If the call trains a job, this worker will have the client's newest state. A copy on another
-        worker is deleted.
+        If the call trains a client's job, this worker will have the client's newest state. If
+        another worker has the client's older state, that worker deletes it.
         """
         sent: list[Ref] = []
         read_bytes, moved = 0, dict[int, list[int]]()
@@ -288,11 +288,12 @@ class ClientStates:
     # --- what there is ----------------------------------------------------------------------------
     @property
     def bytes(self) -> int:
-        """The bytes of all client states in memory; jobs in flight add an estimate.
+        """The bytes of all client states in memory, partly an estimate.
 
-        These states are in the object store, or were read from disk for unanswered calls. The
-        estimate is the mean size in the object store, or else the size of the state that was moved
-        to disk last.
+        States in memory are in the object store, or were read from disk for unanswered calls. The
+        size of a state that a job in flight will make is not known. It is estimated as the mean
+        size of the known states in the object store. Without any, it is the size of the state that
+        was moved to disk last.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

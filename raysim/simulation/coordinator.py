@@ -188,10 +188,10 @@ class Coordinator:
         self.replicas.publish(self.versions)
 
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
-        """Return the loss of each client on its training samples, with its replica's model.
+        """Return the mean loss that each client's replica has on the client's training samples.
 
         If clients choose their replica by the loss, return the smallest loss over all replicas.
-        samples: the largest number of samples of a client; None uses all.
+        samples: the most samples of each client that the loss is computed on; None uses all.
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:
@@ -204,10 +204,11 @@ class Coordinator:
         return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
-        """Return the floats of a tensor that a method sends to a client with the current version.
+        """Return the size in floats of a tensor that a method sends to a client.
 
-        This is the version of the replica that serves the client.
-        name: the full name of the tensor.
+        The tensor is sent with the current version of the replica that serves the client. Return 0
+        if this version has no such tensor.
+        name: the full name of the tensor, "method.name".
         """
         number = self.replicas.numbers[self.replicas.replica_of(client)]
         return self.versions.extra_floats(number, name)

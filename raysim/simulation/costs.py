@@ -1,8 +1,8 @@
-"""Compute the costs of jobs besides time and bytes: energy of the devices, money and CO2.
+"""Compute the energy, the money and the CO2 that a run's jobs and idle devices cost.
 
-A job receives, trains and sends. Its energy is the sum of the durations of these phases, each times
-the power of the device. Money and CO2 follow from the energy and the client's traffic. The energy
-of idle devices is counted separately.
+A job has three phases: it receives, trains and sends. The energy of a phase is its duration times
+the device's power in this phase. The energy of a job is the sum over its phases. Money and CO2
+follow from the energy and the client's traffic. The energy of idle devices is counted separately.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class FleetCosts:
     """The costs of all clients of a run.
 
     kinds: int [clients], the index of each client's costs in `costs`.
-    kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
+    kwh_price: the price of a kilowatt-hour that a device uses, in any currency.
+    kwh_co2: the grams of CO2 that this kilowatt-hour causes.
     """
 
     costs: Sequence[Cost]

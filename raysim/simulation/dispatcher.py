@@ -351,10 +351,11 @@ class Dispatcher:
         return list(dict.fromkeys(self._call_of[job.number] for job in jobs))
 
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
-        """Wait until an aggregation's jobs are trained; return updates, and sums from workers.
+        """Wait until the jobs of an aggregation are trained; return their updates and their sums.
 
-        There is an update or a failure for each job. If a worker has added an update to a sum, the
-        update has only metrics.
+        The first result has an update or a failure for each job. The second result has the sums of
+        updates that workers made. If an update is in a sum, its entry in the first result has only
+        metrics.
         jobs: the jobs, in the order of aggregation.
         """
         calls = self.calls_of(jobs)

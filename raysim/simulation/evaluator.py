@@ -54,12 +54,13 @@ class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
     clients, unseen: the scored clients that take part in the training, and those that never do.
-    reports: the calls of each view (see this module's docstring). "mean" scores the mean of all
-    replicas. "sets" is a method's own scoring.
+    reports: the calls of each view (see this module's docstring). There are two more views: "mean"
+    scores the mean of all replicas, and "sets" is a method's own scoring.
     members: the clients whose local models the loss decomposition compares.
-    models: the calls for these local models, and last for the next shared model.
+    models: the calls that score these local models, a list for each. The last list scores the next
+    shared model.
     replicas: for each scored replica, the calls that score it on the central test set.
-    client_scores: for each column, pairs of client numbers and scores.
+    client_scores: by column, pairs of an array of clients and an array of their scores.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -79,10 +80,10 @@ class Scoring:
 
 
 class Evaluator:
-    """The object that lets workers score models and makes columns from their reports.
+    """The object that lets workers score models, and makes columns of the history from the scores.
 
-    declarations: what the methods declare, such as model parts that stay with clients.
-    client_states: contain the clients' values of these parts.
+    declarations: what the methods declare, such as the parts of the model that stay with clients.
+    client_states: the client states. They contain the values of these parts.
     """
 
     def __init__(
@@ -190,9 +191,9 @@ class Evaluator:
     def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
         """Start scoring each client with the replica that serves the client.
 
-        Without personal parameters, the mean of all replicas and each replica that serves a scored
-        client are also scored on the central test set.
-        mean: a reference to this mean.
+        If no parameter is personal, some models are also scored on the central test set: each
+        replica that serves a scored client, and the mean of all replicas.
+        mean: a reference to the mean of all replicas.
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
@@ -273,8 +274,8 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of every replica for each client, float64 [replicas, clients].
 
-        samples: the number of training samples that are drawn from a client with more; None uses
-        all. Each aggregation draws other samples.
+        samples: the most training samples of each client that the loss is computed on. If a client
+        has more, this number is drawn, again for each aggregation. None uses all samples.
         """
         calls: list[list[Call]] = []
         for number in replicas.numbers:
@@ -308,9 +309,9 @@ class Evaluator:
         return Scoring(clients, unseen, version=version)
 
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
-        """Draw some of these clients, as many as `evaluate.clients` says; return them ascending.
+        """Draw `evaluate.clients` of these clients; return them ascending.
 
-        Return all clients if this number is not smaller than theirs.
+        Return all of them if `evaluate.clients` is "all", or if there are not more of them.
         version: the scored version. Each version has a draw of its own.
         purpose: the name of the random stream.
         """

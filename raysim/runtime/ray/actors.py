@@ -192,8 +192,8 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums of updates; None if all sums are None.
 
-        parts: for each sum, the positions of its updates in the order of aggregation: a subtree of
-        the summation tree (`tree_sum`).
+        parts: for each sum, the range of updates that it contains, by position in the order of
+        aggregation. Each range is a subtree of the summation tree (`tree_sum`).
         sums: None in place of a sum if all its jobs failed.
         """
         return add_up(parts, *sums)
@@ -292,8 +292,9 @@ class RayRuntime:
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared; None
     compares nothing.
-    identify: returns a reference to the identity of a worker that died before it reported one, from
-    a new process in its bundle. None leaves it unknown.
+    identify: function that is called if a worker dies before it reports its identity. It starts
+    another process in the worker's bundle and returns a reference to this process's identity. None
+    leaves the identity unknown.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -352,8 +353,8 @@ class RayRuntime:
     def put(self, value: object) -> object:
         """Put a value into Ray's object store; return a reference to the value.
 
-        All workers of a node share one copy. A version of a small model is returned unchanged
-        instead, to be sent with each call.
+        All workers of a node share one copy. If `value` is a version of a small model, it is not
+        stored. Return the version itself, which is then sent with each call.
         """
         if isinstance(value, PublishedVersion):
             is_small = value.nbytes * len(self.actors) <= MAX_INLINE_BYTES
@@ -379,8 +380,8 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
-        parts: for each sum, the positions of its updates in the order of aggregation: a subtree of
-        the summation tree (`tree_sum`).
+        parts: for each sum, the range of updates that it contains, by position in the order of
+        aggregation. Each range is a subtree of the summation tree (`tree_sum`).
         refs: references to the sums.
         """
         return self._adder(node).add_up.remote(parts, *refs)
@@ -791,10 +792,10 @@ def start_workers_in(
     content: a list with a reference to the bytes of the data set's file; [] if all processes of the
     run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
-    participants: the identities of the run's processes, for a comparison with the driver; None
-    compares nothing.
-    packages, device: the packages with versions, and the device, that are part of an identity; ""
-    means no device.
+    participants: the identities of the run's processes. A new worker is compared with the driver's
+    identity; None compares nothing.
+    packages: the packages whose versions are part of an identity.
+    device: the device that is part of an identity, such as "cuda"; "" means none.
     most: the largest number of workers at a time; 0 if none may start during the run.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)

@@ -102,9 +102,10 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is null, the nodes' resources decide, up to `concurrency` clients in
-    flight. In a cluster that raysim has joined, resources that other runs use are left out. Inside
-    a trial of a sweep, the trial's placement group decides.
+    If `runtime.workers` is null, start as many workers as fit on the nodes, but not above
+    `concurrency`. In a cluster that raysim has joined, resources that other runs use do not count.
+    Inside a trial of a sweep, the trial's placement group decides about the number.
+    concurrency: the number of clients in flight at once.
     measure: trains one job and returns the memory that it needs.
     Raises ValueError if the cluster is too small.
     """
@@ -345,8 +346,9 @@ def _receive(
 ) -> Iterator[Any]:
     """Yield the coordinator's messages; print a warning if none comes for a long time.
 
-    timeout: the most seconds to wait for a message; None waits forever. The first message may take
-    `extra_s` seconds longer, and later ones `REPLACEMENT_TIMEOUT_S` seconds.
+    timeout: the most seconds to wait for a message, without extra time; None waits forever.
+    extra_s: the extra seconds for the first message. Each later message has the extra time
+    `REPLACEMENT_TIMEOUT_S`.
     write_coordinator_stacks: writes the coordinator's call stacks into a file. It returns the
     file's path, or None without stacks.
     Raises ProcessLostError if no message comes in time.

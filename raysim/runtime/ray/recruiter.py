@@ -63,7 +63,7 @@ class _Recruit:
     """A worker that was started and is not ready yet.
 
     place: where the worker was started.
-    answer: a reference to the worker's identity, which exists once the worker is ready.
+    answer: a reference to the worker's identity. The identity exists once the worker is ready.
     since: the time of the start, in seconds of `time.monotonic`.
     """
 
