@@ -147,9 +147,10 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    Such a method overrides no hook, keeps the default weighting and pools no data. Or the method
-    has a public function that the class never calls, with almost the name of a hook. The method
-    does not override this hook.
+    There is a warning in two cases:
+    - The method overrides no hook, keeps the default weighting and pools no data.
+    - The method has a public function that its class never calls. The function's name is almost the
+      name of a hook that the method does not override.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
@@ -207,9 +208,10 @@ def _names_in(code: CodeType) -> set[str]:
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method in a list has a wrong name or a wrong hook.
 
-    Names must exist and differ. A method's function must not have the name of a replaced hook of
-    version 0.1.0, unless the method's functions use it. Hooks must accept raysim's arguments. At
-    most one method may override `model`.
+    Every method must have a name, and no two methods the same one. Some hooks of version 0.1.0 have
+    been replaced. A method must not define a function with the name of such a hook, unless its
+    other functions use this name. Hooks must accept the arguments that raysim passes. At most one
+    method may override `model`.
     """
     for method in methods:
         check_name(method)

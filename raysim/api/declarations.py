@@ -198,7 +198,7 @@ class Evaluation:
     metrics: the metrics to compute; [] means `metric`, or the usual ones.
     metric: the main metric; None means the first of `metrics`, or the usual one.
     lower: the user's metrics for which a lower score is better.
-    unseen: the share of clients that are never trained, and scored in separate columns.
+    unseen: the share of clients that are never trained. Their scores are in separate columns.
     """
 
     every: int = 1

@@ -83,7 +83,7 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the declarations of the method that set an attribute; None without one.
+        """Return the declarations in which an attribute is set; None if no method has set it.
 
         fact: an attribute of `MethodDeclaration` that at most one method may set, such as "stages"
         or "train". The attribute is None if the method did not set it.

@@ -13,7 +13,8 @@ class Entries(MutableMapping[str, V], Generic[V]):
 
     `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`.
     owner: the object that has the dictionary.
-    attribute: the owner's attribute with the dictionary, which the owner may replace later.
+    attribute: the name of the owner's attribute that has the dictionary. The owner may replace the
+    dictionary later.
     method: the name of the method.
     """
 

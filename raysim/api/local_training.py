@@ -11,13 +11,14 @@ from raysim.primitives.checks import at_least
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The result of a job that a method trained by itself (`run.train`).
+    """The result of a job that a method trained with a function of its own (`run.train`).
 
     `samples` and `steps` are only recorded; they do not change virtual time.
 
     loss: the mean training loss over the samples; nan if it is unknown.
-    samples, steps: the number of trained samples, counted in each epoch, and of optimizer steps;
-    None means the numbers that follow from `local.*`.
+    samples: the number of trained samples; a sample counts once in each epoch.
+    steps: the number of optimizer steps. None for `samples` or `steps` means the number that
+    follows from the settings `local.*`.
     metrics: numbers for the history, by name.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.

@@ -95,8 +95,8 @@ class Job(NamedTuple):
     weight: the weight of the update, not normalised.
     extras: the tensors for this client only, by "method.name".
     pool: the pool from which the client was drawn; -1 means all clients.
-    start, finish: the virtual second of the dispatch, and that of the update's arrival or the job's
-    loss.
+    start: the virtual second of the dispatch.
+    finish: the virtual second in which the update arrives, or in which the job is lost.
     arrives: False if the job is lost.
     work: the training work in samples; a forward pass alone counts 1/3.
     down, up: the floats that the client receives and sends.
@@ -171,7 +171,7 @@ class Update(NamedTuple):
     job: `Job.number`.
     version: the base version.
     samples: the number of the client's training samples.
-    trained: the samples that the job trained on, in all epochs.
+    trained: the number of samples that the job trained on, summed over all epochs.
     loss: the mean task loss over `loss_rows` samples; nan if no step had the task loss.
     counters: int64 [layout.shared_counters], the buffers of integers after training.
     extras: the tensors that methods upload, by "method.name".
@@ -179,11 +179,11 @@ class Update(NamedTuple):
     `rates` is the sum of the learning rates of all optimizer steps on the range. `moves` is ()
     unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
-    seconds, norm: wall seconds on the worker, and the Euclidean norm of the change of the
-    parameters.
-    loss_rows: the samples in all steps with the task loss.
-    delta: [layout.shared], the trained minus the received parameters; None if it is in a worker's
-    sum.
+    seconds: the wall seconds of the job on its worker.
+    norm: the Euclidean norm of the trained minus the received parameters.
+    loss_rows: the number of samples in all steps with the task loss.
+    delta: [layout.shared], the trained minus the received parameters; None if a worker has added it
+    to a sum of several updates.
     """
 
     job: int
@@ -212,7 +212,9 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that raised an error, or whose update is not finite or longer than `faults.norm`.
+    """A job that raised an error, or whose update cannot be aggregated.
+
+    An update cannot be aggregated if it is not finite, or if its norm is above `faults.norm`.
 
     job: `Job.number`.
     version: the base version.
@@ -236,8 +238,8 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: the weighted sum of deltas [layout.shared] by group, a tuple of jobs' numbers. The updates
-    of a group have `delta=None`.
+    sums: a weighted sum of deltas, [layout.shared], for each group of jobs. The key of a sum is a
+    tuple with the numbers of the group's jobs. The updates of these jobs have `delta=None`.
     busy: wall seconds of work since the worker's last result.
     states: the size in bytes of each job's final client state.
     device: the GPU's utilization from 0 to 1; None if unknown.

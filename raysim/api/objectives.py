@@ -24,8 +24,9 @@ def mean(values: np.ndarray) -> float:
 def mean_loss(losses: np.ndarray) -> float:
     """Return the mean of the losses in a `ScoringReport`.
 
-    losses: [n], a loss for each sample; or [n, 2], the sum of the losses of a sample's labels and
-    their number. The mean is then over all labels; nan without labels.
+    losses: [n], a loss for each sample; or [n, 2], two numbers for each sample: the sum of its
+    labels' losses, and the number of its labels. With [n, 2], the mean is over the labels of all
+    samples; nan without labels.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 
@@ -35,9 +36,9 @@ class MetricRule:
     """A metric: the two functions that compute the score of a set of samples.
 
     rows: returns a value or an array for each sample, [B, ...], from outputs [B, C] and labels.
-    None keeps the outputs and labels.
-    summarise: returns the score of a set from what `rows` returns, or from the outputs and labels,
-    with an entry for each sample.
+    None if the score needs the outputs and labels of the whole set.
+    summarise: returns the score of a set. Its argument has an entry for each sample of the set:
+    what `rows` returned for the sample, or the sample's outputs and labels if `rows` is None.
     higher: True if a higher score is better.
     """
 
@@ -54,9 +55,10 @@ class Objective:
     loss: returns the mean loss of a batch, from outputs [B, C] and labels.
     losses: returns the loss of each sample, [B].
     metrics: all metrics of this task type; the first `usual_metrics` are computed by default.
-    has_ignored: True if losses leave out labels `IGNORED`.
-    parts: for sets whose loss is a mean over labels, such as tokens. It returns [B, 2]: the sum of
-    the losses of each sample's labels, and their number. None means a mean over samples.
+    has_ignored: True if labels `IGNORED` do not count in the losses.
+    parts: a function for tasks in which the loss of a set is a mean over labels, such as tokens. It
+    returns two numbers for each sample, [B, 2]: the sum of its labels' losses, and the number of
+    its labels. None means that the loss of a set is a mean over samples.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -94,11 +96,13 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of a batch without labels `IGNORED`; 0 if all are ignored.
+    """Return the mean loss of a batch, in which labels `IGNORED` do not count.
 
-    values: the losses, [B, ...]. If they have the shape of `labels`, the mean is over labels.
-    Otherwise it is over the samples with at least one label that is not ignored, with equal
-    weights.
+    The mean is 0 if all labels are ignored.
+    values: the losses, [B, ...]. If they have the shape of `labels`, the mean is over all labels
+    that are not ignored. Otherwise it is over all samples that have such a label, and these samples
+    have equal weights.
+    labels: [B, ...].
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -108,10 +112,12 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample, [B], without labels `IGNORED`.
+    """Return the mean loss of each sample, [B], in which labels `IGNORED` do not count.
 
-    If all labels of a sample are ignored, the mean is 0. If `values` does not have the
-    shape of `labels`, all losses of a sample are averaged.
+    values: the losses, [B, ...]. If they have the shape of `labels`, the mean of a sample whose
+    labels are all ignored is 0. With any other shape, the mean is over all losses of the sample,
+    because no loss belongs to a single label.
+    labels: [B, ...].
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -123,8 +129,10 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of each sample's losses and the number of its labels: float64 [B, 2].
 
-    Labels `IGNORED` are not counted. If `values` does not have the shape of `labels`, the sum is
-    the sample's mean loss times its number of labels.
+    Labels `IGNORED` do not count.
+    values: the losses, [B, ...]. If they do not have the shape of `labels`, the sum is the sample's
+    mean loss times its number of labels.
+    labels: [B, ...].
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)

@@ -110,8 +110,8 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    The function of `Setup` with the same or a similar name fills an attribute and explains it. The
-    exceptions are:
+    Most attributes are filled by the function of `Setup` with the same or a similar name, whose
+    docstring explains them. The other attributes are:
 
     contribute, assemble: the functions `client` and `server` of `Setup.gather`.
     load: the function of `Setup.load_model`.
@@ -382,9 +382,9 @@ class Setup:
     def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
         """Keep a value for each client between jobs, which hooks see as `job.state[name]`.
 
-        initial(samples) returns the first value, from the number of training samples. A value is a
-        tensor of any shape, a number, bytes, or a dictionary of these. Shapes and keys may change.
-        A new value is kept only if the job is aggregated.
+        initial(samples) returns the first value; `samples` is the client's number of training
+        samples. A value is a tensor of any shape, a number, bytes, or a dictionary of these. Shapes
+        and keys may change. A new value is kept only if the job is aggregated.
 
             run.client_state("losses", torch.zeros)  # a loss for each sample
         """
@@ -464,8 +464,8 @@ class Setup:
         """Send each client a tensor of its own with each job: `job.received[name]` in hooks.
 
         The hook `personalise` also sees it, as `model.received[name]`.
-        value: returns the tensor from the client's number and the server, or None to send nothing
-        now.
+        value: called as value(client, server) with the client's number. It returns the tensor, or
+        None to send nothing now.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
         when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
@@ -497,9 +497,11 @@ class Setup:
         `aggregation.uploads(name)`.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        planned: returns an estimate of the size after version 0, in floats, for virtual time. The
-        argument counts the floats that the client receives of this method's tensors with
-        `varies=True`. None means that the size is always `floats`. Traffic counts the real size.
+        planned: a function for a tensor whose size changes. Virtual time needs the size before the
+        job is trained, so this function estimates it, in floats, for all jobs that start after
+        version 0. Its argument is the number of floats in the tensors that this method sends to the
+        client with `varies=True`. Traffic counts the real size. None means that the size is always
+        `floats`.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -560,8 +562,8 @@ class Setup:
     def train(self, function: Callable[[LocalJob], LocalResult | None]) -> None:
         """Declare a function that trains a client, in place of raysim's training steps.
 
-        function: trains `job.model`, and this method's `job.network(name)`, on `job.dataset()` in
-        any way. It may return None for `LocalResult()`.
+        function: trains `job.model` on `job.dataset()` in any way. It may also train this method's
+        networks, `job.network(name)`. If it returns None, this stands for `LocalResult()`.
         The hooks `begin` and `end` and all hooks of the server are called as usual. Only one method
         may declare such a function, and no other method may override a hook of raysim's steps, such
         as `loss`.
@@ -601,11 +603,12 @@ class Setup:
         self.declared.evaluate = evaluate
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
-        """Set the stages of the step on each batch; only one method of a list may do so.
+        """Set the stages of the step on each batch; only one method of a run may do so.
 
-        stages: the stages of every step, in order; or a function of the job's plan. The function
-        returns a list with the stages of each step. A list with fewer steps than the job is
-        repeated. At most one stage of a step has the task loss.
+        At most one stage of a step may have the task loss.
+        stages: the stages of every step, in order. Or a function that gets the job's plan and
+        returns a list with the stages of each step. If this list has fewer steps than the job, it
+        is repeated.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 

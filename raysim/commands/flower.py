@@ -51,7 +51,7 @@ class FlowerRequest:
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
     """Parse the command line of `raysim flower run`.
 
-    words: overrides and the folder of the app; without a folder, the current folder is the app's.
+    words: overrides and the folder of the app. Without a folder, the app is in the current folder.
     run_configs: the values of --run-config, such as "lr=0.1" or the path of a TOML file.
     Raise `RefusedError` for wrong keys and values, and for several folders.
     """

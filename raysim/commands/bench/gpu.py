@@ -85,7 +85,7 @@ ResultRow: TypeAlias = dict[str, Any]
 class ExecutionMode:
     """A way to execute the steps of clients.
 
-    name: in tables, such as "graph of lanes 10" for a CUDA graph of a step that trains 10 clients
+    name: the name in tables. "graph of lanes 10" is a CUDA graph of a step that trains 10 clients
     at once.
     lanes: the number of clients trained at once.
     graph: True records a step as a CUDA graph and replays it.
@@ -291,11 +291,14 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     """Run a method on the measured device; yield how far its results are from a reference run.
 
     There is a row for each of `CHECKED_MODES` and each dtype. The reference run is on the CPU,
-    without lanes and graphs. If steps draw random numbers, it is on the measured device, without
-    modes with graphs. "distance" is the largest difference, divided by the largest change of a
-    parameter. "allowed" is its limit.
+    without lanes and graphs. If training steps draw random numbers, the reference run is on the
+    measured device instead, and modes with graphs are left out.
 
-    make: None stands for FedAvg.
+    "distance" in a row is the largest difference between the results of the two runs, divided by
+    the largest change of a parameter in the reference run. "allowed" is the largest distance that
+    is accepted.
+
+    make: the class of the method; None stands for FedAvg.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"

@@ -94,10 +94,10 @@ class LoopResult:
     The bare loop uses `torch.optim.SGD`. The tuned loop updates all parameters in one operation.
 
     lanes: raysim's number of lanes.
-    raysim, bare, floor: the seconds per round of raysim, of the bare and of the tuned loop, medians
-    over blocks of rounds; `floor` is None if it was not measured.
-    ratios, to_floor: for each block, raysim's seconds divided by those of the bare and of the tuned
-    loop.
+    raysim, bare, floor: the seconds per round of raysim, of the bare loop and of the tuned loop.
+    Each is the median over blocks of rounds. `floor` is None if the tuned loop was not measured.
+    ratios: for each block, raysim's seconds divided by those of the bare loop.
+    to_floor: for each block, raysim's seconds divided by those of the tuned loop.
     limit: the largest allowed median of `ratios`.
     """
 
@@ -153,8 +153,10 @@ class SharedMemory:
 
     inputs, labels: the samples of all clients, one client after another.
     sums: [processes, parameters], the weighted sum of each process's trained models.
-    next_place: the place in the cohort of the next client; `STOP` ends the processes.
-    start, done: semaphores of each process for the start and the end of a round.
+    next_place: a counter, the position in the cohort of the client to train next. `STOP` ends the
+    processes.
+    start: a semaphore for each process, which starts its next round.
+    done: one semaphore that every process releases at the end of a round.
     """
 
     inputs: torch.Tensor

@@ -1,8 +1,9 @@
 """Measure the time of a method's local step compared with FedAvg: `raysim bench steps`.
 
-The method and FedAvg (for FRAug, FedBN) are measured in turns. The result is the median ratio of
-their times. The limit of most methods is the ratio of the passes in a step, plus a few percent. A
-forward pass costs 1, a backward pass 2.
+A method and its reference are measured in turns. The reference is FedBN for FRAug, and FedAvg for
+all other methods. The result is the median ratio of their times. For most methods, the limit of
+this ratio follows from the passes in a step: the cost of the method's passes, divided by the cost
+of FedAvg's passes, plus a few percent. A forward pass costs 1, a backward pass 2.
 """
 
 from __future__ import annotations
@@ -75,11 +76,13 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """The time of a method's local step, compared with FedAvg's (for FRAug, with FedBN's).
+    """The time of a method's local step, compared with that of a reference method.
 
-    seconds: the median of one local step. For FedBSS, the seconds of all measured jobs.
+    The reference is FedBN for FRAug, and FedAvg for all other methods.
+    seconds: the median time of one local step. For FedBSS, it is the median time of all jobs in a
+    measurement.
     ratio: the median of `ratios`.
-    ratios: for each measurement, the method's seconds divided by those of the compared method.
+    ratios: for each measurement, the method's seconds divided by those of the reference.
     limit: the ratio that raysim promises not to exceed; None for no promise.
     """
 
@@ -131,10 +134,11 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
-    """Return the seconds of FedBSS's jobs, and the seconds of FedAvg doing the same work.
+    """Return the seconds of FedBSS's jobs, and the seconds of FedAvg for the same work.
 
-    A job of FedBSS makes a forward pass over all samples of a client, and trains on some. The
-    second result is for these forward passes, and for FedAvg's training on as many samples.
+    A job of FedBSS makes a forward pass over all samples of a client, and trains on some of them.
+    The second result is the time of these forward passes, plus the time in which FedAvg trains on
+    as many samples as FedBSS.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))
@@ -175,8 +179,8 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure local steps of FedBSS, FRAug and `METHODS`, each compared with FedAvg or FedBN.
 
-    FRAug is compared with FedBN. FedBSS is compared in whole jobs with a FedAvg that trains on as
-    many samples, and makes the same additional forward passes.
+    FRAug is compared with FedBN, all other methods with FedAvg. For FedBSS, whole jobs are
+    compared: `fedbss_and_its_parts` returns their time and that of FedAvg.
     blocks: how often each pair of methods is measured.
     say: function that gets a line each time all methods have been measured once more.
     """

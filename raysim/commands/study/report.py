@@ -276,9 +276,11 @@ def _format_number(
 ) -> str:
     """Return a number as text, or a dash for None.
 
-    metric: numbers of rounds have one decimal. In all other metrics, smaller numbers have more.
+    metric: the name of the metric. If it counts rounds, the number gets one decimal. With all other
+    metrics, a small number gets more decimals than a large one.
     sign: "+" shows the sign of positive numbers.
-    like: a number that decides the number of decimals, such as the mean for a deviation.
+    like: decides the number of decimals in place of `value`. For a standard deviation, pass the
+    mean, so that both get the same number of decimals.
     """
     if value is None:
         return MISSING
@@ -306,8 +308,8 @@ def settings_table(
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
     Deviations are standard deviations over the seeds.
-    comparisons: each metric's comparisons with the reference, which mark significant differences;
-    None marks no difference.
+    comparisons: for each metric, the comparisons of settings with the reference. The table marks
+    their significant differences. None marks no difference.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)

@@ -1,7 +1,8 @@
 """Implement `raysim fetch`: copy the results of a submitted command to this machine.
 
-Here a job is a job of Ray. Through Ray's job server, a second job on the node of the first one
-prints the packed folder as text. Results at a URL are read from the URL instead.
+Here a job is a job of Ray. The node that ran the job has the results. A second job, started through
+Ray's job server, packs the results folder on this node and prints it as text. If the results are at
+a URL, they are read from there, without a second job.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
     """Return the bytes of the archive that a packing job has printed as base64 text.
 
-    The packing job ran on the node of the Ray job `job`, which has the results.
+    The packing job ran on the node that has the results of the Ray job `job`.
     text: everything that the packing job has printed.
     folder, job, limit_mb: the results folder, the job and the size limit in MB, for errors.
     Raise `RefusedError` if the text has an error or no whole archive.

@@ -71,11 +71,11 @@ class SweepOptions:
     scheduler: "asha" stops worse trials early (asynchronous successive halving). "pbt" replaces
     worse trials by changed copies of better ones (population-based training).
     trials: null tries all combinations with search="grid", and 16 trials otherwise.
-    metric: the history column whose last value compares trials. null takes the main metric: on
-    validation samples if all trials have them, else on the central test set or the clients' test
-    sets.
+    metric: the history column whose last value ranks the trials. null takes the main metric on
+    validation samples. If a trial has no validation samples, null takes it on the central test set
+    instead, or on the clients' test sets if there is no central one.
     mode: "max" if a higher metric is better, else "min"; null decides by the metric.
-    seeds: the number of runs of each trial, whose means are compared.
+    seeds: the number of runs of each trial. Trials are compared by the means over their runs.
     concurrent: the number of trials at a time; null means as many as fit.
     workers: the number of workers of each run; 0 trains in the process of the trial.
     grace: the round of the first decision of "asha".

@@ -206,7 +206,7 @@ class TrialRecords:
         point: the searched values, which population-based training may have changed.
         rows: a row for each round since the last report.
         seconds: the wall seconds of these rounds.
-        is_done: True if the last round is among them.
+        is_done: True if the trial is finished with these rows.
         """
         record = self.all[number]
         record.point = point
