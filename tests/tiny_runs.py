@@ -223,12 +223,14 @@ def participation_facts(
     version: int = 0,
     accepted: int = 0,
 ) -> Participation:
-    """Return the facts about a job that a method's `cost` gets.
+    """Return the facts about a job that the function `cost` of a method receives.
 
     spec: the run; None takes the default run of this module.
     samples: the number of the client's training samples.
     trained: the number of samples that the job trains on, over all epochs.
-    earlier, accepted: how many earlier jobs of the client were dispatched and aggregated.
+    earlier: how many earlier jobs of the client were dispatched.
+    version: the job's base version.
+    accepted: how many jobs of the client were aggregated before this version.
     """
     spec = spec or run_spec()
     declarations = declare_run(spec)

@@ -1,12 +1,12 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-The server caches the last K models of each client, and selects one of each cache. The shared model
-x is the mean of the selected models w_n, which minimise (eqs. 3, 7 and 8)
+The server caches the last K models of each client, and selects one model from each cache. The
+shared model x is the mean of the selected models w_n, which minimise (eqs. 3, 7 and 8)
 
     J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
-F_n: the mean batch loss of model n in the last epoch of its job. Jobs without epochs use the last
-tenth of their steps. L: the smoothness.
+F_n: the mean batch loss in the last epoch of the job that trained model n. If jobs have a fixed
+number of steps, F_n is the mean over the last tenth of these steps. L: the smoothness.
 
 An aggregation selects models only for its clients, in random groups ("batches" in the paper). For
 each group in turn, all combinations are tried. J includes the models that are selected for earlier

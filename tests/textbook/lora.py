@@ -104,8 +104,9 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 def nearest(product: Tensor, old_a: Tensor) -> Params:
     """Return factors B and A of rank r whose product is the best approximation of a matrix.
 
-    The used rows of A have the norm 1. If the matrix has a smaller rank, later rows of A are those
-    of old_a, and later columns of B are 0.
+    If the matrix has a smaller rank k, only the first k rows of A and columns of B are computed.
+    The other rows of A are those of old_a, and the other columns of B are 0. A computed row of A
+    has the norm 1.
     product: [outputs, inputs], the matrix.
     old_a: [r, inputs], the earlier A.
     """

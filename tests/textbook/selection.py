@@ -34,8 +34,9 @@ def power_of_choice(
     """Draw candidates in proportion to their samples; return those with the largest losses.
 
     samples: the number of samples of each idle client.
-    losses: an unknown loss counts as infinite.
-    candidates, count: the numbers of clients to draw and to return.
+    losses: the loss of each client, if it is known. Unknown losses count as infinite.
+    candidates: the number of clients to draw.
+    count: the number of clients to return.
     """
     drawn = draw(generator, samples, candidates)
     chosen: list[int] = []
