@@ -341,8 +341,8 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError if a method does not fit the method that declares `run.train`.
 
-    Such a method changes raysim's training steps, keeps the state of raysim's optimizer, or needs
-    gradients or parameters that the model lacks.
+    A method does not fit if it changes raysim's training steps, keeps the state of raysim's
+    optimizer, or needs gradients or parameters that the model lacks.
     """
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:

@@ -261,13 +261,15 @@ class Local:
     schedule_rounds: the version at which "cosine" and "linear" end, with `schedule_over="rounds"`.
     In all other cases it may be None.
     final_lr: the learning rate at the end of "cosine" and "linear".
-    drop_every, drop_factor: the versions or steps between two drops of "step", and the factor of a
-    drop. Other schedules allow `drop_every=None`.
-    warmup_rounds, warmup_steps: the first versions, and the first steps of each job, in which the
-    learning rate grows.
+    drop_every: with "step", the number of versions or steps between two drops of the learning rate.
+    Other schedules allow None.
+    drop_factor: with "step", the factor on the learning rate at each drop.
+    warmup_rounds: the number of versions at the start in which the learning rate grows.
+    warmup_steps: the number of steps at the start of each job in which the learning rate grows.
     rates: factors on the learning rate of "head", "body", "adapters", or a module or parameter by
     its full name.
-    epochs, steps: passes over the client's samples, or batches of a job; one of them is None.
+    epochs: the number of passes of a job over the client's samples; None with `steps`.
+    steps: the number of batches of a job; None with `epochs`.
     sampling: "shuffle" makes passes in a new random order; the last batch of a pass may be smaller.
     "replacement" draws every batch at random, with replacement.
     phases: with `steps`, the number of parts of a job. Methods that select samples for each epoch

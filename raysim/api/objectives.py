@@ -307,8 +307,8 @@ def class_f1(pairs: np.ndarray) -> float:
 def class_auroc(rows: np.ndarray) -> float:
     """Return the mean over the classes of the area under the ROC curve.
 
-    Each class is compared with all other classes. Classes that all samples or no sample has are
-    left out; nan if none remains.
+    Each class is compared with all other classes. A class is left out if all samples have it, or if
+    no sample has it. The result is nan if no class remains.
     rows: n samples from `SetRows`, with the fields "outputs" [n, C] and "labels" [n].
     """
     outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
@@ -319,7 +319,8 @@ def class_auroc(rows: np.ndarray) -> float:
 def label_auroc(rows: np.ndarray) -> float:
     """Return the area under the ROC curve, averaged over the labels of a multi-label task.
 
-    Labels that all samples or no sample has are left out; nan if none remains.
+    A label is left out if all samples have it, or if no sample has it. The result is nan if no
+    label remains.
     rows: n samples from `SetRows`: "outputs" [n, L] and "labels" [n, L] for L labels.
     """
     return _mean_area(rows["outputs"], rows["labels"] > 0)

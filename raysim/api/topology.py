@@ -73,9 +73,9 @@ class Federation:
     counts: int64 [clients], the number of training samples of each client.
     weighting: "samples" or "uniform", before methods change the weights.
     floats: the number of floats of a replica.
-    label_counts: returns each client's samples of each class, [clients, classes], or None without
-    classes.
-    regions: returns the number of each client's region [clients], or None without regions.
+    label_counts: returns how many samples of each class each client has, [clients, classes]; None
+    without classes.
+    regions: returns the region of each client as a number, [clients]; None without regions.
     """
 
     seed: int
@@ -139,10 +139,10 @@ class ClusterRule:
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
         """Choose clients of the replica `view.replica` that move to replicas without clients.
 
-        Return a dictionary from replicas in `view.free` to the clients that they serve from now on,
-        or {}. At least one client must stay. A replica that gets clients starts as a copy of
-        `view.replica`. raysim calls this function after an aggregation for each replica with
-        updates in it.
+        Return a dictionary that maps replicas in `view.free` to the clients that they serve from
+        now on, or {}. At least one client must stay. A replica that gets clients starts as a copy
+        of `view.replica`. After an aggregation, raysim calls this function for each replica that
+        got updates.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'regroup'. Define it in this class."

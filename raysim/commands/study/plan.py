@@ -35,8 +35,8 @@ class StudyRun:
     """One run of a study.
 
     name: the name of the run's folder.
-    settings: the run's method, and its value of each key that varies in the study except the seed,
-    such as {"method": "fedprox", "partition.alpha": "0.1"}.
+    settings: maps keys to the run's values, such as {"method": "fedprox", "partition.alpha":
+    "0.1"}. It has the key `method`, and all other keys that vary in the study except the seed.
     is_finished: True if the run's folder is complete.
     warnings: warnings about `config`, for the user.
     """
@@ -115,8 +115,9 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     """Return the study that the overrides describe; the runs of the first seed come first.
 
     overrides: such as "method=fedavg,fedprox", "seed=0..4" and "rounds=20". There is a run for each
-    combination of values. Runs without a key, such as method.fedprox.mu, ignore its override.
-    resume=latest adds the stored overrides of the study in `out=`.
+    combination of values. If a run does not have a key, it ignores the override of this key; for
+    example, runs of FedAvg have no method.fedprox.mu. With resume=latest, the overrides that are
+    stored in the folder `out=` are added.
     conf: the user's own folders of options.
 
     Raise `RefusedError` if no run has a key, or if the folder exists without resume=latest.

@@ -313,7 +313,8 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) -> None:
     """Raise `RefusedError` if population-based training (PBT) cannot search one of the keys.
 
-    A run can change only keys `method.*` or `local.*`, and no options.
+    PBT changes values during a run. It can change only the keys `method.*` and `local.*`, and no
+    options.
     option_keys: the searched keys whose values are names of options, such as "method".
     """
     for key in space:

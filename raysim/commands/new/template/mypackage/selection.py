@@ -14,8 +14,8 @@ from raysim.primitives.checks import between
 class MySelection(Selection):
     """Choose the clients whose last update is the oldest, and draw more at random.
 
-    share: the fraction of the dispatched clients that is chosen by age, from 0 to 1. Clients
-    without an update come first.
+    share: the fraction of the clients, from 0 to 1, that is chosen by the age of the last update.
+    The other clients are drawn at random. Clients without an update are chosen first.
     """
 
     share: float = 0.5
