@@ -280,7 +280,8 @@ def gap_dashes(
 
     The result is matplotlib's (offset, (length of a dash, length of a gap)), in line widths.
     points: the new line, a dict from x to y.
-    tolerance: the largest difference of y values that look the same.
+    drawn: the earlier lines, dicts of the same kind.
+    tolerance: y values that differ by at most this number look the same.
     """
     below = sum(_overlap(points, other, tolerance) for other in drawn)
     return (0.0, (6 / below, 6.0)) if below else None

@@ -51,10 +51,11 @@ class Column:
     show: formats a number; None uses four decimals.
     key: name of the number in a summary; "" if it has none.
     tests: the paired test of each row against its group's reference row, or None. () without tests.
-    bold: "best" always marks the best score. "clear" does so only if its distance from the
-    second-best is larger than both deviations; unknown deviations prevent a mark, unless
-    `deviations` is None.
-    incomplete: rows whose mean leaves out some seeds; they are never marked.
+    bold: "best" marks the best score. "clear" marks it only if its distance from the second-best
+    score is larger than the deviations of both. If one of these deviations is unknown, nothing is
+    marked. If `deviations` is None, "clear" does the same as "best".
+    incomplete: the positions of rows whose mean leaves out some seeds. They are never marked as the
+    best.
     """
 
     title: str
@@ -321,8 +322,8 @@ def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
     """Return a DataFrame with the numbers of a table; the columns are named by their keys.
 
-    Deviations of a column's scores are in a further column, such as "final_std". Marks of tested
-    scores are in a column such as "final_mark".
+    The deviations of a column's scores are in a further column, such as "final_std". If the scores
+    were tested, the marks of `Column.mark` are in a column such as "final_mark".
     """
     import pandas as pd
 

@@ -61,10 +61,11 @@ def assign_units(
 ) -> list[int]:
     """Choose a worker for each unit; return the positions of these workers in `loads`.
 
-    A unit goes to its client's home (`StateHome`) if the home is still making the client's state.
-    Otherwise it goes to the first of these workers that stays below a limit: the home, then the
-    least loaded worker on the home's node. If none does, the least loaded worker gets it. The limit
-    is `MAX_SLOWDOWN` times the mean load after all assignments.
+    If the client of a unit has a home (`StateHome`) that is still making the client's state, the
+    home gets the unit. Otherwise, the home gets it if the home's load stays within a limit. If not,
+    the least loaded worker on the home's node gets it, within the same limit. In all other cases,
+    the least loaded worker gets it. The limit is `MAX_SLOWDOWN` times the mean load of all workers
+    after all assignments.
 
     units: the jobs of each client; the units with the most samples come first.
     loads: for each worker, the number of samples that it still has to train from earlier jobs.

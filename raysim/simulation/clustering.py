@@ -9,8 +9,8 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
     (3)  a_cross(c_1, c_2) = max of a_ij for i in c_1 and j in c_2
     (4)  gamma_max < sqrt((1 - a_cross(c_1, c_2)) / 2)
 
-The division c_1 and c_2 of the cluster has the smallest a_cross. The cluster is divided if (1) and
-(4) are true. eps_1, eps_2 and gamma_max are settings.
+Of all divisions of the cluster into two parts, c_1 and c_2 are the one with the smallest a_cross.
+The cluster is divided if (1) and (4) are true. eps_1, eps_2 and gamma_max are settings.
 
 Departures from the paper
 - Not all clients have to take part in each round. The conditions use a client's last update since
@@ -36,11 +36,13 @@ from raysim.vectors.tree_sum import weighted_sum
 
 
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
-    """Split clients in two, so that the largest similarity between the two groups is small.
+    """Divide n clients into the two groups that are least similar (Algorithm 1 of the paper).
 
-    This is Algorithm 1 of the paper. Return a bool array [n], False for the group of client 0, and
-    the largest similarity between the groups.
-    similarities: float64 [n, n], symmetric, with n at least 2.
+    The similarity of two groups is the largest similarity between a client of one group and a
+    client of the other.
+    Return a bool array [n], which is False for the group of client 0, and the similarity of the two
+    groups.
+    similarities: float64 [n, n], the similarity of each two clients, with n at least 2.
     """
     count = len(similarities)
     one, other = np.triu_indices(count, 1)

@@ -204,7 +204,7 @@ class NodeWatch:
         """Return the unreserved resources of a node, as amounts by name; {} if unknown.
 
         Also return {} while a task, an actor or a placement group of the cluster waits for
-        resources, because Ray may use those of this node.
+        resources, because Ray may give it the resources of this node.
         """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})
