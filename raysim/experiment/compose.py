@@ -101,8 +101,8 @@ def _draft_config(
 
     A group's option comes from an override, or else from an earlier run, a preset or the defaults.
     roots: the user's folders of options.
-    stored: the configuration of an earlier run. None reads that of the run that `resume` names,
-    unless an override chooses a preset.
+    stored: the configuration of an earlier run. If it is None and no override chooses a preset,
+    the configuration is read from the run that the setting `resume` names.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}

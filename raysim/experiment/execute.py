@@ -101,13 +101,13 @@ def run(
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option or, except for `data`, a dictionary of values by key.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or arrays
-    or tensors (inputs, labels) or (inputs, labels, users). A pair of these has the training samples
-    and the central test samples.
+    or tensors (inputs, labels) or (inputs, labels, users). For a central test set, give a pair: the
+    training samples and the central test samples, each in one of these forms.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. `evaluate.metric`,
-    or else the first one, chooses the best trial of a sweep and the best round on validation
-    samples.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The best trial of
+    a sweep, and the best round on validation samples, are chosen by the metric that
+    `evaluate.metric` names. Without this setting, they are chosen by the first metric.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To
     continue or repeat the run, pass the objects that are not stored.

@@ -123,10 +123,11 @@ class SearchConfigFiles(SearchPathPlugin):
 class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
-    values: the complete configuration, with the preset's values for unused options, too.
-    chosen_values: by group, the values of chosen options, without changes by the preset. It has
-    the groups that the preset mentions, if the user chose an option of the group. The groups
-    "method" and "observer" need no such choice.
+    values: the complete configuration. It also has values that the preset sets for options that
+    are not used.
+    chosen_values: the values of the chosen options as they are without the preset, by group. It
+    has only groups that the preset mentions: "method", "observer", and each other group in which
+    the user chose an option.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 
@@ -207,9 +208,11 @@ def _compose_by_hydra(
 
 
 def _values_without_preset(options: Options, groups: tuple[str, ...], has_user_files: bool) -> Node:
-    """Return the values of some groups, by group, as they are without a preset. Hydra has started.
+    """Return the values that some groups have without a preset, by group.
 
+    Call this function only after Hydra has started.
     options: the chosen options of all groups.
+    groups: the groups whose values are returned.
     has_user_files: True if there are configuration files besides raysim's own.
     """
     if has_user_files:  # the file of an option may set values of another group
@@ -225,10 +228,12 @@ def _values_without_preset(options: Options, groups: tuple[str, ...], has_user_f
 
 @functools.lru_cache(maxsize=256)
 def _values_of_own_options(options: Options, left_out: tuple[str, ...]) -> Node:
-    """Return the values of options that are in raysim's own files. Hydra has started.
+    """Return the values of some options. All configuration files must be raysim's own.
 
-    The result is cached, because many compositions have the same methods: do not change it.
-    left_out: the groups without values in the result.
+    Call this function only after Hydra has started. The result is cached, because many compositions
+    have the same methods: do not change it.
+    options: the options, by group.
+    left_out: the groups that are removed from the result.
     """
     deletions = [f"~{group}" for group in ("experiment", *left_out)]
     return _values(

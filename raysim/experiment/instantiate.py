@@ -59,8 +59,9 @@ def import_target(
 
     target: such as "raysim.methods.fedprox.FedProx".
     path, key: the two halves of the setting's name, such as "model" and "._target_", for errors.
-    allow: packages besides raysim and those that extend it.
-    Raise `RefusedError` for an `ImportError`, and for a module of no allowed package.
+    allow: further packages that may be used, besides raysim and the installed packages that extend
+    it.
+    Raise `RefusedError` if the package is not allowed, or if the import raises an `ImportError`.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())

@@ -115,7 +115,7 @@ def _unknown_key(
 
 
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
-    """Return the error text for a key of a method or an observer that the run does not have.
+    """Return the error text for a key of a method or an observer that is not in the run.
 
     group: "method" or "observer".
     part: the second part of the key, such as "fedprox".

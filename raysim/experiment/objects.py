@@ -101,12 +101,13 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return the objects, by group or "method.NAME", and the values: names of options and dictionaries
-    of settings, by group. The value of "method" is a list of names.
+    Return two dictionaries. The first one has the objects, by group or by "method.NAME". The second
+    one has the values, by group. A value is the name of an option or a dictionary of settings; the
+    value of "method" is a list of names.
     parts: the arguments by group, each of which may be None. A dictionary for "data" counts as an
     object.
-    methods: objects or names, or None.
-    Raise `RefusedError` if `methods` is not such a list, or contains a method object twice.
+    methods: a list of method objects and names, or None.
+    Raise `RefusedError` if `methods` is not such a list, or if two objects have the same name.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -174,11 +175,11 @@ def describe_objects(
 ) -> UserObjects:
     """Return the user's objects, and the entries of the configuration that describe them.
 
-    Arrays, tables, lists of rows and networks are wrapped in objects of raysim, which have
-    settings.
-    objects: by group or by "method.NAME".
-    settings: the overrides of these settings, by the same keys.
-    config: the configuration, with the stored settings of a resumed run's wrappers.
+    Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
+    have settings that overrides can change.
+    objects: the user's objects, by group or by "method.NAME".
+    settings: the overrides of the wrappers' settings, by the keys of `objects`.
+    config: the configuration. For a resumed run, it has the stored settings of the wrappers.
     Raise `RefusedError` for an object of a wrong type, and for a setting that an object does not
     have.
     """
@@ -247,10 +248,10 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return True if an object is a PyTorch module, a class of modules, or any function.
+    """Return True if an object is a PyTorch module, a subclass of `nn.Module`, or any function.
 
-    A `functools.partial` of such a class or function counts, too, if it has no positional
-    arguments.
+    A `functools.partial` of such a class or function also counts, unless the partial stores
+    positional arguments.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func

@@ -109,8 +109,9 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 def build_methods(
     config: Node, allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[Method, ...]:
-    """Return the methods of a configuration: its learner, the methods, and its compressor.
+    """Return all methods of a run: its learner, the entries of `method`, and its compressor.
 
+    config: the run's configuration.
     allow: packages besides raysim that the configuration may name.
     objects: the user's objects, by group or by "method.NAME".
     Raise `RefusedError` for a class that cannot be used, and for a repeated name.
@@ -144,7 +145,8 @@ def build_list(
     group: "method" or "observer".
     kind: the class that all objects must extend, `Method` or `Observer`.
     allow: packages besides raysim that the configuration may name.
-    objects: the user's objects by "GROUP.NAME", in place of their entries.
+    objects: the user's objects by "GROUP.NAME". They are used instead of the configuration's
+    entries of these names.
     Raise `RefusedError` for an entry without a class of this kind.
     """
     nodes = config.get(group, {})
@@ -190,9 +192,9 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 def build_metrics(
     names: Sequence[str], allow: Sequence[str], own: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """Return the metrics in `evaluate.metrics` that the user wrote, by name.
+    """Return the user's own metrics in `evaluate.metrics`, by name; leave out raysim's metrics.
 
-    names: the names in `evaluate.metrics`. A name with dots is that of a function, a
+    names: the names in `evaluate.metrics`. A name with dots is the full path of a function, a
     `raysim.Metric`, or a class whose objects can be called.
     allow: packages besides raysim that the configuration may name.
     own: metrics that the user passed as Python objects, by name.

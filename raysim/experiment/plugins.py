@@ -80,11 +80,11 @@ def _target_packages(node: object) -> set[str]:
 
 
 def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
-    """Find a package in the current folder that has an option in its folder `conf`.
+    """Find a package in the current folder whose folder `conf` contains an option's file.
 
     group: the configuration group, such as "method".
     option: the name of the option, such as "mine".
-    Return the package and the path of the option's file, or two empty texts.
+    Return the package's name and the path of the file. Both are "" if there is no such package.
     """
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts

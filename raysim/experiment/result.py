@@ -155,8 +155,9 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its `state_dict` has the same keys as that of the user's model.
-        best: True loads the round with the best validation score, or without validation samples
-        with the lowest training loss. Its number is `summary["best_model"]["round"]`.
+        best: True loads the weights of the best round. This is the round with the best validation
+        score. Without validation samples, it is the round with the lowest training loss.
+        `summary["best_model"]["round"]` is the number of the best round.
         Raise `RefusedError` if the run has not finished, if clients have personal parameters, or if
         the learner has no torch model. Raise it for `best` if no round has a finite score.
         """
@@ -225,8 +226,9 @@ class Result:
 
         It has the final shared tensors and the client's personal tensors. With a method such as
         Ditto, it is the client's personal model.
-        Raise `RefusedError` if no client has this number, or if the run has not finished. Clients'
-        states and models, and replicas, also need a checkpoint of the last round.
+        Raise `RefusedError` if no client has this number, or if the run has not finished. If the
+        run has client states, personal models or several replicas, also raise it without a
+        checkpoint of the last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -373,8 +375,10 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return the worker, a task without samples, the version and a client's state, for scoring.
+        """Return what is needed to score a client or the shared model.
 
+        The result has the worker, a scoring task without samples, the version to score, and the
+        client's state (None for the shared model).
         client: the number of the client; None for the shared model.
         Raise `RefusedError` if a checkpoint is needed, but the last round stored none.
         """

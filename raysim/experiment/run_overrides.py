@@ -38,12 +38,12 @@ class SetValue(NamedTuple):
 
 
 class ExtractedOverrides(NamedTuple):
-    """The user's overrides, in three groups: texts, Python values, and settings of objects.
+    """The user's overrides. Those that change an object that the user passed are kept separately.
 
-    overrides: texts "key=value" that change no object that the user passed.
-    settings: Python values, by key, that change no such object.
-    by_place: the overrides of objects, by the object's key and the name of the setting, such as
-    by_place["method.fedprox"]["mu"].
+    overrides: all other overrides that are texts "key=value".
+    settings: all other overrides that are Python values, by key.
+    by_place: the overrides that change an object that the user passed, by the object's key and the
+    name of the setting, such as by_place["method.fedprox"]["mu"].
     """
 
     overrides: list[str]
@@ -184,8 +184,8 @@ def extract_overrides(
     overrides: texts, such as "data.padding=1".
     settings: Python values, by key or in nested dictionaries.
     places: the keys of the user's objects, such as "data" or "method.fedprox".
-    Raise `RefusedError` for an override that replaces an object, such as "data=mnist", and for an
-    object's key that is set twice.
+    Raise `RefusedError` for an override that replaces an object, such as "data=mnist". Raise it
+    also if two overrides set the same argument of an object.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

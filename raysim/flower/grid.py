@@ -44,8 +44,9 @@ class MessageRecord:
     dispatched: the virtual time of sending, in seconds.
     arrived: the virtual time at which the reply or error arrived, or would have arrived without a
     timeout.
-    fate: "answered"; "lost" after an error or a timeout; or "failed" if the ClientApp raised an
-    error or returned no valid reply.
+    fate: "answered", "lost" or "failed". "lost" means that the client dropped out, the message
+    expired, or the reply came after the timeout. "failed" means that the ClientApp raised an error
+    or returned no valid reply.
     error: why the message was lost or failed, or "".
     numbers: the metrics of the reply, by name.
     """
@@ -282,8 +283,9 @@ class VirtualGrid(SimpleGrid):
 
         Flower's older `Server` sends a round's messages from several threads, all at one virtual
         time. Call this function after the threads have ended.
-        Return the clients that got these messages, by Flower's node id: the virtual time of the
-        client's last reply in seconds, and the client's number.
+        Return a dictionary with an entry for each client that got a message. Its key is Flower's
+        node id. Its value has the virtual time of the client's last reply, in seconds, and the
+        client's number.
         Raise ReplayError if a resumed run does not repeat the stored run's messages. Raise
         WorkerDiedError if several workers died at the same message.
         """

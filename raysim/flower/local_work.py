@@ -48,7 +48,7 @@ def train(
     version: int,
     state: bytes,
 ) -> Trained:
-    """Send a client parameters for training; return what its reply contains.
+    """Send parameters to a client for training; return what its reply contains.
 
     number: how many messages for training the client has received before.
     version: the number of earlier aggregations.
@@ -87,7 +87,7 @@ def evaluate(
     client: int,
     state: bytes,
 ) -> dict[str, float]:
-    """Send a client parameters for evaluation; return the numbers in its reply, by name.
+    """Send parameters to a client for evaluation; return the numbers in its reply, by name.
 
     The number of examples is left out. An accuracy or a loss with another name, such as "eval_acc",
     is also returned as "accuracy" or "loss".

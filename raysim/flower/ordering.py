@@ -21,8 +21,8 @@ from raysim.flower.grid import VirtualGrid
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
-    A copy of an app without a strategy behaves like the app. If the app has a `Server`, this server
-    has another strategy until the `with` block ends.
+    If the app has no strategy, its copy behaves like the app. If the app has a `Server`, the
+    strategy of this server is replaced by one that sorts results, until the `with` block ends.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
@@ -92,8 +92,9 @@ def _in_order(
 ) -> tuple[list[Any], list[Any]]:
     """Sort results and failures, so that their order does not depend on threads; return both.
 
-    Pairs of a client and its result are sorted by the virtual time of the reply. In the failures,
-    errors come before pairs, sorted by their texts.
+    Results are pairs of a client and its reply, sorted by the virtual time of the reply. Failures
+    are errors and such pairs. The errors come first, sorted by their texts; the pairs follow,
+    sorted by virtual time.
     """
     times = grid.end_batch()
 

@@ -58,7 +58,8 @@ def start_simulation(
     num_clients: the number N of clients.
     clients_ids: must be None.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
-    server: None makes one from `strategy` and `client_manager`, which otherwise have no effect.
+    server: None makes a server from `strategy` and `client_manager`. If a server is given, these
+    two arguments have no effect.
     config: the number of rounds, and the virtual seconds that a round waits for replies.
     strategy: None is Flower's FedAvg.
     client_manager: None is Flower's SimpleClientManager.

@@ -125,7 +125,7 @@ class HFTrainer(Method):
 
 @contextmanager
 def _exclude_from_collection() -> Iterator[None]:
-    """Let garbage collections inside `with` skip all objects that exist at its start.
+    """Let garbage collections in a `with` block skip all objects that existed before the block.
 
     The Trainer collects garbage after each training. Without this exclusion, the collection takes
     1.9 of the 2.2 seconds of a small job.

@@ -6,8 +6,9 @@ Source: Falcon et al., "PyTorch Lightning" (2019).
 
 Choices
 - The default module has the run's loss, and the optimizer of torch that `local.optimizer` names.
-  Only `local.lr`, `momentum` and `weight_decay` set the optimizer. The length of training and
-  clipping come from `local.*`. `options` sets or overrides any argument of `lightning.Trainer`.
+  The optimizer takes only `local.lr`, `local.weight_decay` and, for SGD, `local.momentum`.
+- The length of training and the clipping of gradients come from `local.*`. `options` sets or
+  overrides any argument of `lightning.Trainer`.
 - The Trainer writes no files, shows nothing and uses one device.
 """
 

@@ -10,8 +10,8 @@ in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
 - If a method changes the weight of an update, the counts of its client change by the same factor.
-- A smaller `local.batch` than the number of clusters is raised to this number. A client with fewer
-  samples than clusters makes a step of Lloyd's algorithm.
+- If `local.batch` is smaller than the number of clusters, a batch has as many samples as there are
+  clusters. A client with fewer samples than clusters makes one step of Lloyd's algorithm.
 - The initial centers are drawn from a normal distribution.
 """
 

@@ -41,7 +41,8 @@ NODE_BYTES = 90  # bytes of a node in XGBoost's JSON, measured with trees of dep
 class XGBoostBagging(Learner):
     """A learner that trains boosted trees with XGBoost.
 
-    trees: the number of trees that a job adds; with more than two classes, for each class.
+    trees: the number of trees that a job adds. With more than two classes, a job adds this number
+    for each class.
     depth: the largest depth of a tree.
     rate: the factor on each leaf (XGBoost's eta).
     options: other parameters of XGBoost, such as subsample.
@@ -178,8 +179,9 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
     """Multiply the predictions of a tree by a factor, in place.
 
-    In XGBoost's JSON, "base_weights" has a prediction for each node. "split_conditions" has the
-    prediction of each leaf, but the threshold of each split.
+    In XGBoost's JSON, "base_weights" has a prediction for each node. "split_conditions" has a
+    number for each node: for a leaf its prediction, for a split its threshold, which stays
+    unchanged.
     """
     for node, child in enumerate(tree["left_children"]):
         if child == -1:

@@ -79,7 +79,8 @@ def all_client_step(
     client, delta, dispatch_version: the arriving update [D] with its client and base version.
     version: the current version.
     server_lr: the factor eta on the mean of the updates.
-    max_staleness: the mean leaves out updates that are older, in versions. None for no limit.
+    max_staleness: the mean leaves out updates that are more than this number of versions old. None
+    leaves out none.
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
@@ -107,8 +108,8 @@ def _refresh(
     A row is active if its update counts in the server's step.
     new_updates: the new updates, each [D], by their row of the cache.
     total: float64 [D], the sum of the active rows.
-    was_active, is_active: bool [R], the active ones of the cache's R rows before and after the
-    call.
+    was_active: bool [R], whether each of the cache's R rows is active before the call.
+    is_active: bool [R], whether each row is active after the call.
     """
     changes = torch.zeros_like(is_active)
     changes[list(new_updates)] = True
@@ -168,8 +169,8 @@ class ACE(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state: each client's last update, and the sum of the active updates.
 
-        The server's step is computed from the active updates. The state also stores each update's
-        base version, and whether the update was active in the last step.
+        An update is active if it counts in the server's step. The state also has the base version
+        of each client's last update, and says whether this update was active in the last step.
         """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")

@@ -99,10 +99,10 @@ class AFL(Method):
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each update's weight by lambda_i, the learnt weight of the update's client i.
+        """Multiply the weight of each client's update by lambda_i, the learnt weight of client i.
 
-        All lambda_i are first divided by the largest one. If the largest one is 0, the weights of
-        the updates do not change.
+        First divide all lambda_i by the largest lambda_i of these clients. If the largest one is 0,
+        the weights of the updates do not change.
         """
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())

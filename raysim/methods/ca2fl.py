@@ -94,8 +94,8 @@ class CA2FL(Method):
     """A server rule that corrects the mean of arriving updates with all clients' last updates.
 
     server_lr: the server's learning rate eta.
-    average: the clients in the mean of last updates. "all" counts clients without an update as 0;
-    "seen" leaves them out.
+    average: how the mean of all clients' last updates counts a client that has sent none. "all"
+    counts its update as 0; "seen" leaves the client out.
     cache: where updates are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
     """

@@ -56,12 +56,12 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
 def generator_loss(
     class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int | Tensor, weight: float
 ) -> Tensor:
-    """Return cross-entropy minus `weight` times the `discriminator_loss`.
+    """Return the classifier's cross-entropy minus `weight` times the `discriminator_loss`.
 
     With this loss, the features hide the client from the discriminator.
-    class_logits: [B, C].
+    class_logits: [B, C], the classifier's outputs.
     labels: int64 [B], or probabilities [B, C].
-    domain_logits: [B, N], for N clients.
+    domain_logits: [B, N], the discriminator's outputs for N clients.
     domain: the number of the client.
     """
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)

@@ -73,10 +73,10 @@ def _step(
     every: int,
     activation: float,
 ) -> None:
-    """Compute the server's step for an update; change the momentum and the sum of updates.
+    """Write the server's step into `arrays[0]`; change the momentum and the sum of updates.
 
-    arrays: four tensors [d]: the change of the parameters, which is filled, the update, the
-    momentum and the sum of updates.
+    arrays: four tensors [d]: the change of the parameters, the update, the momentum, and the sum of
+    updates. The first one may be uninitialized.
     step, server_lr, momentum, every, activation: see `delayed_nesterov_step`.
     """
     is_due = step % every == 0
@@ -101,8 +101,12 @@ def _delayed_nesterov(
     """Write the server's step into `into`; change `buffer` and `total` in place.
 
     All arrays are [d].
+    delta: the update.
     buffer: the momentum.
     total: the sum of the updates since `buffer` last changed.
+    rate: the server's learning rate.
+    momentum: the factor of the old momentum when `buffer` changes.
+    momentum_share, update_share: the factors of `buffer` and of `delta` in the step.
     is_due: True if `buffer` changes in this step.
     """
     # The loop is compiled.

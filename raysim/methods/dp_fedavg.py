@@ -123,9 +123,9 @@ class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
     Updates that are longer than the clipping bound C are scaled down to the length C.
-    noise: the number z, on which epsilon depends; 0 adds no noise. The noise on the sum of updates
-    has the standard deviation z C. If C changes, it is z_D C, with z_D = (z^-2 - (2
-    bit_noise)^-2)^(-1/2).
+    noise: the number z, on which epsilon depends; 0 adds no noise. With a constant C, the noise on
+    the sum of updates has the standard deviation z C. If C changes, the standard deviation is z_D C
+    with z_D = (z^-2 - (2 bit_noise)^-2)^(-1/2).
     clip: the clipping bound C in the first round.
     quantile: the share of updates that C should not clip; None keeps C constant.
     rate: the speed at which C changes.

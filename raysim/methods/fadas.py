@@ -122,8 +122,10 @@ def _amsgrad(
     growth: float,
     eps: float,
 ) -> None:
-    """Compute the server's step, and update the moments in place; all arrays are [d].
+    """Write the server's step into `into`, and update the moments in place; all arrays are [d].
 
+    delta: the mean update.
+    first, second: the first and the second moment.
     highest: the largest second moment so far.
     rate: the learning rate; with bias correction, divided by 1 - beta1^n at step n.
     weight1, weight2: 1 - beta1 and 1 - beta2.

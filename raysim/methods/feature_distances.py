@@ -24,8 +24,8 @@ def mmd(
 
     kernel: "gaussian" sums Gaussian kernels exp(-|a - b|^2 / w) of different widths w. The middle
     width is the mean squared distance over all pairs of rows of x and y together; no gradient flows
-    through it. "moments" adds the mean squared differences of the mean rows and of the (unbiased)
-    covariance matrices.
+    through it. "moments" is a sum of two terms: the mean squared difference of the mean rows, and
+    the mean squared difference of the (unbiased) covariance matrices.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -73,10 +73,10 @@ def mmd_of_classes(
     kernel_mul: float = 2.0,
     kernel_num: int = 5,
 ) -> Tensor:
-    """Return the squared MMD between a class's rows in x and in y, averaged over classes.
+    """Return the mean over classes of the squared MMD between the class's rows in x and in y.
 
-    Only classes that have rows in both x and y count. Without such a class, the result is 0. The
-    kernels are those of `mmd`; each class has its own middle width.
+    Only classes that have rows in both x and y count. Without such a class, the result is 0. `mmd`
+    describes the kernels. The width of the middle kernel is computed for each class from its rows.
     x, y: the features, [n, D] and [k, D].
     x_labels, y_labels: the class of each row, int64 [n] and [k].
     kernel_mul: the ratio of the widths of two successive kernels.

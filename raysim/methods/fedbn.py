@@ -43,8 +43,8 @@ def split_parameter_names(
 
     names: the names of all tensors, such as "bn1.weight".
     norm_modules: the names of the normalisation layers, such as "bn1".
-    scope: the personal tensors of these layers: their "statistics", their "affine" parameters,
-    "all" or "none".
+    scope: which tensors of these layers are personal. "statistics" selects the running statistics,
+    "affine" the scales and offsets, "all" both, and "none" nothing.
     Raises ValueError for another scope.
     """
     one_of("method.fedbn.scope", scope, SCOPES)
@@ -61,8 +61,8 @@ def reestimate_statistics(
 ) -> None:
     """Replace BatchNorm's running statistics by the mean of the batches' statistics.
 
-    The mean is weighted by batch size, without batches of one sample. Without any other batch,
-    nothing changes.
+    Each batch has its size as its weight. Batches of one sample are left out. If no batch has more
+    samples, the statistics do not change.
     model: the network, which is run on the batches.
     layers: the BatchNorm layers whose statistics change; only these are in train mode meanwhile.
     batches: the inputs and labels of each batch.
@@ -108,8 +108,9 @@ class FedBN(Method):
     statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
     name_rule: None finds the layers by their type. A text selects, in place of `layers`, the
     tensors whose name contains the text.
-    reestimate: before a client's first job, True computes BatchNorm statistics from the client's
-    samples in every evaluation. False takes the initial model's statistics.
+    reestimate: the BatchNorm statistics with which a client is scored before its first job. True
+    computes them from the client's samples in every evaluation. False takes the initial model's
+    statistics.
     """
 
     name = "fedbn"

@@ -11,15 +11,15 @@ the features, s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-A pseudo-sample is a mean of samples with the target 1 / C for each of C classes.
-pseudo="mixture" also averages samples of the batch, and their labels.
+A pseudo-sample is a mean of samples. Its target is 1 / C for each of C classes. With
+pseudo="mixture", samples of the batch enter the mean, and their labels enter the target.
 
 Departures from the paper
 - Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau
   (temperature_mode="divide"), with which the published ablation with tau2 = 0 is impossible.
 - Row j is compared with row j, as in the released code. Eq. (2) has an expectation over all rows.
-- With pseudo="mixture", z_g is computed in each step, otherwise once for a job. The released code
-  computes it only in a job's first step, as global_features="round" does.
+- With pseudo="mixture", the pseudo-data change in each step, and so z_g is computed in each step.
+  The released code computes z_g only in a job's first step, as global_features="round" does.
 - The received model is in eval mode; in the released code it is in train mode.
 """
 
@@ -71,8 +71,9 @@ def contrastive_loss(
 ) -> Tensor:
     """Return FedBR's contrastive loss (eqs. 2, 5, 6), the mean over rows of embeddings [B, D].
 
-    z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
-    z_local: embeddings of real samples by the local model.
+    z_local_pseudo: the local model's embeddings of pseudo-data.
+    z_global_pseudo: the received model's embeddings of the same pseudo-data.
+    z_local: the local model's embeddings of real samples.
     tau1, tau2: the temperatures of the similarities to `z_global_pseudo` and to `z_local`.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     Raises ValueError for another mode, and for a division by a temperature of 0 or less.
@@ -115,11 +116,12 @@ def mixture_pseudo_data(
 ) -> dict[str, Tensor]:
     """Average each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
+    A proxy mean is a mean of samples of the public set. It counts as one sample, whose target is
+    1 / C for each of C classes.
     Return R pseudo-samples: "inputs" [R, ...] and "targets" [R, C].
-    proxy_means: [R, ...], with the target 1 / C for each class.
-    inputs: [n, ...].
-    labels: int64 [n] or probabilities [n, C].
-    indices: int64 [R, K], the samples for each mean; K may be 0.
+    proxy_means: [R, ...].
+    inputs, labels: the client's samples, [n, ...], with labels int64 [n] or probabilities [n, C].
+    indices: int64 [R, K], the client's samples for each proxy mean; K may be 0.
     """
     parts = indices.shape[1] + 1
     rows = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
@@ -150,8 +152,8 @@ class FedBR(Method):
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
     tau1: the temperature of the similarity between a pseudo-sample's features in the trained and in
     the received model.
-    tau2: the temperature of the similarity between the trained model's features of a pseudo-sample
-    and of a real sample.
+    tau2: the temperature of the similarity between a pseudo-sample's features and a real sample's
+    features, both in the trained model.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
@@ -171,9 +173,9 @@ class FedBR(Method):
     fresh: True draws new means of all clients' raw data in every round, which only a simulator can
     do.
     proxy: with "mixture", the data source of the public set; otherwise None.
-    mix_samples: with "mixture", the number of samples of the batch in each pseudo-sample.
-    global_features: with "mixture", the received model computes features in every "step", or once
-    for a job ("round").
+    mix_samples: with "mixture", how many samples of the batch enter each pseudo-sample.
+    global_features: with "mixture", when the received model computes the features of pseudo-data.
+    "step" computes them in every step, "round" once for a job.
     """
 
     name = "fedbr"
@@ -322,7 +324,7 @@ class FedBR(Method):
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
         """Return the contrastive loss, which compares pseudo-sample j with sample j of the batch.
 
-        Samples of the batch are repeated or left out, so that both numbers are equal.
+        If the two numbers of samples differ, samples of the batch are repeated or left out.
         pseudo: [B, F], features of the pseudo-data.
         real: [b, F], features of the batch.
         """

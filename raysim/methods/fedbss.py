@@ -121,9 +121,10 @@ def loss_weights(
 ) -> Tensor:
     """Return the weight of each sample's loss in one epoch, [N].
 
-    Unbiased samples of `split_by_uncertainty` have the weight 1.
+    `split_by_uncertainty` says which samples are biased. Each unbiased sample has the weight 1. All
+    biased samples have the same weight, which `inclusion_fraction` returns.
     losses, uncertainties: [N], of the client's samples.
-    epoch, total_epochs, kind: the arguments of `inclusion_fraction`, the weight of a biased sample.
+    epoch, total_epochs, kind: the arguments of `inclusion_fraction`.
     """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     weights = torch.ones_like(losses)
@@ -136,7 +137,7 @@ class FedBSS(Method):
     """A method that trains on unbiased samples first and adds biased samples epoch by epoch.
 
     A sample is unbiased if its loss is at most the loss of the client's most uncertain sample.
-    warmup_rounds: jobs with a smaller base version train on all samples.
+    warmup_rounds: a job whose base version is smaller than this number trains on all samples.
     refresh: after the warm-up, every `refresh`-th job of a client computes the losses and
     uncertainties. Jobs in between use the stored values.
     kind: the share of the biased samples in epoch e of E. "cosine" is (1 - cos(pi e / E)) / 2,

@@ -8,8 +8,8 @@ setting `smoothness`. The choice of a group minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 
-The means leave out the clients of later groups. At the end, the mean of the w_n of all clients is
-the next version.
+The means leave out the clients of later groups. At the end, the next version is the mean of w_n
+over all clients.
 
 Departures from the paper
 - Clients without an update so far are left out.
@@ -94,14 +94,16 @@ def select_models(
     fixed_losses: Tensor,
     smoothness: float,
 ) -> Tensor:
-    """Choose one of the K cached models of each of B clients; return its index: int64 [B].
+    """Choose a cached model for each of B clients; return the index of each model: int64 [B].
 
     The chosen models, together with `fixed_models`, minimise `selection_objective`. Of several such
     choices, the lexicographically first one is returned.
 
-    candidates, candidate_losses: [B, K, D] and [B, K], the cached models, newest first.
-    num_candidates: int64 [B], the number of cached models of each client.
-    fixed_models, fixed_losses: [F, D] and [F], of other clients; F may be 0.
+    candidates: [B, K, D], up to K cached models of each client, newest first.
+    candidate_losses: [B, K], the losses of these models.
+    num_candidates: int64 [B], how many models each client has in the cache.
+    fixed_models: [F, D], the models of other clients, which do not change; F may be 0.
+    fixed_losses: [F], the losses of the fixed models.
     smoothness: the weight L of the divergence.
     """
     return greedy_selection(
@@ -125,10 +127,10 @@ def greedy_selection(
     smoothness: float,
     num_batches: int,
 ) -> Tensor:
-    """Choose one of the K cached models of each of P clients; return its index: int64 [P].
+    """Choose a cached model for each of P clients; return the index of each model: int64 [P].
 
-    One group of clients after another chooses its models by `select_models`, and then these are
-    fixed.
+    The clients are divided into groups. `select_models` chooses the models of one group after
+    another. For later groups, the models of earlier groups are fixed.
     num_batches: the number of groups.
     All other arguments are those of `select_models`, for P clients in place of B.
     """
@@ -144,9 +146,11 @@ def greedy_selection(
 
 
 class _Selection:
-    """The models that are chosen so far, as float64 sums of losses, models and squared norms.
+    """The models that are chosen so far.
 
-    centre: a vector [D] near the models, subtracted from each model against rounding errors.
+    The object stores only three sums in float64: of the losses, the models and the squared norms.
+    centre: a vector [D] near the models. It is subtracted from each model, because sums of small
+    numbers have smaller rounding errors.
     trained: the number of trainable parameters, which come first. Norms use only these parameters.
     """
 
@@ -204,10 +208,12 @@ class _Selection:
         losses: Sequence[Sequence[float]],
         smoothness: float,
     ) -> list[int]:
-        """Return the position of each client's chosen model in the client's list of cached models.
+        """Choose a cached model for each client; return its position in the client's list.
 
-        The choice minimises the objective of all models in this selection and the new ones. Of
-        several such choices, the lexicographically first one is returned.
+        The choice minimises the objective of these models together with the models that are
+        already in this selection. Of several such choices, the lexicographically first one is
+        returned.
+        models, losses: the cached models of each client, and their losses.
         """
         all_models = [model for candidates in models for model in candidates]
         gram, products = self._gram(all_models)
