@@ -165,7 +165,7 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     """Return the result of the run in a folder; the run need not have finished.
 
     folder: the run's folder or its URL. Files at a URL, except checkpoints, are copied to a
-    temporary folder until this process ends.
+    temporary folder, which is removed when this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
     parts: objects that config.yaml could not store, as passed to `raysim.run`, such as `model=...`.
     Raise `RefusedError` if there is no run in the folder.

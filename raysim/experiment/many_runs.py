@@ -71,7 +71,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
 
     dated: what to do if the folder exists. True adds a number to the name; False raises
     `RefusedError`.
-    cleanup: later removes the created folders that are empty.
+    cleanup: a stack that closes later. Closing it removes those created folders that are empty.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():

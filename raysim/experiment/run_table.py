@@ -51,11 +51,13 @@ def plan_file(folder: Path, command: str) -> Path:
 
 
 def configure_run(config: Node, folder: Path, name: str) -> Node:
-    """Return a run's configuration with `out` and `resume` for a study or sweep.
+    """Return a run's configuration with the values of `out` and `resume` for a study or sweep.
 
-    An unfinished run of the same name continues. If `checkpoint.folder` is set, the run gets a
-    subfolder of that folder.
+    With these values, the run has its own folder, and an unfinished run of the same name continues.
+    If `checkpoint.folder` is set, the run's checkpoints get their own subfolder there.
+    config: the configuration without these values.
     folder: the folder of the study or sweep.
+    name: the name of the run.
     """
     placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
     checkpoint_folder = config["checkpoint"].get("folder")

@@ -14,8 +14,8 @@ Choices
   independent models.
 - `local.lr`, `local.batch` and the optimizer are not used. The estimator's learning-rate schedule
   starts again in each job.
-- If a client has samples of two of several classes, `fit` trains the difference of the two rows of
-  `coef_`. The mean of these rows does not change.
+- If the data has more than two classes, but a client has samples of only two of them, `fit` trains
+  the difference between the two rows of `coef_`. The mean of these rows does not change.
 - `fit` cannot train on a single class. A client with one class returns the received coefficients.
 """
 
@@ -192,8 +192,8 @@ def _fit_present(
 ) -> int:
     """Train an estimator by one call of `fit`; write the result into `coef` and `intercept`.
 
-    Return the number of passes over the samples. It is 0 for a classifier with samples of one
-    class.
+    Return the number of passes over the samples. It is 0 for a classifier if all samples have the
+    same class.
     present: the classes in `targets`, ascending; [0] for a regression. Coefficients of other
     classes do not change.
     coef: the received coefficients, [C, features] for C > 2 classes, otherwise [1, features].

@@ -148,7 +148,8 @@ def greedy_selection(
 class _Selection:
     """The models that are chosen so far.
 
-    The object stores only three sums in float64: of the losses, the models and the squared norms.
+    The object stores their number and three sums in float64: the sum of the losses, the sum of the
+    models and the sum of the squared norms.
     centre: a vector [D] near the models. It is subtracted from each model, because sums of small
     numbers have smaller rounding errors.
     trained: the number of trainable parameters, which come first. Norms use only these parameters.
@@ -210,9 +211,9 @@ class _Selection:
     ) -> list[int]:
         """Choose a cached model for each client; return its position in the client's list.
 
-        The choice minimises the objective of these models together with the models that are
-        already in this selection. Of several such choices, the lexicographically first one is
-        returned.
+        The choice minimises the objective, which is computed from the newly chosen models and the
+        models that are already in this selection. Of several such choices, the lexicographically
+        first one is returned.
         models, losses: the cached models of each client, and their losses.
         """
         all_models = [model for candidates in models for model in candidates]
@@ -348,7 +349,7 @@ class FedCDA(Method):
         run.server_state("rounds", lambda server: torch.empty(0, memory, dtype=torch.int64))
 
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a client's cached models: (number of models, floats of a model).
+        """Return the shape of a client's cached models: (number of models, floats in a model).
 
         Raise an error if the cache needs more than `budget` GiB, or if a group of participants has
         too many combinations of cached models.
