@@ -270,8 +270,9 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology, each as a description and a function.
 
-    study: describes the tiny run for the checks. The topology replaces `study.topology`. Default
-    values of `study.schedules` are replaced by schedules with at most two jobs in flight.
+    study: describes the tiny run for the checks. The topology replaces `study.topology`. If
+    `study.schedules` has its default value, other schedules with at most two jobs in flight replace
+    it.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:

@@ -102,7 +102,7 @@ class Partitioner:
     data have.
     fraction: the share of a client's training rows that the client uses.
     test_fraction: the share of each client's rows that are for testing. With None, each client is
-    scored on the samples of the central test set that `tests` chooses.
+    scored on samples of the central test set, which the function `tests` chooses.
     validation_fraction: the share of each client's rows that are for validation. Scores on these
     rows choose the best round.
     """

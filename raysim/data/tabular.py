@@ -327,9 +327,9 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
         ) from error
     if "data" in names and not arrays:
         raise ValueError(
-            f"{path} has an array data, but no array x. PFLlib stores data as a pickled object, "
-            "which raysim never reads, because a pickle can run any program. If you trust the "
-            "file, convert it with "
+            f"{path} has an array called 'data', but none called 'x'. PFLlib stores data as a "
+            "pickled object, which raysim never reads, because a pickle can run any program. If "
+            "you trust the file, convert it with "
             'd = numpy.load(path, allow_pickle=True)["data"].item(); '
             'numpy.savez(path, x=d["x"], y=d["y"]).'
         )

@@ -50,7 +50,7 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
         text = regular_file(path).read_text(encoding="utf-8")
         node = OmegaConf.to_container(parse_yaml(text))
         if not isinstance(node, dict) or not _has_text_keys(node):
-            raise ValueError("it must consist of lines of the form `key: value` with text as keys")
+            raise ValueError("its lines must have the form `key: value`, with text as keys")
         if "${oc.env" in str(node).replace(" ", ""):
             raise ValueError(
                 "it reads an environment variable, whose value would be stored with the results; "

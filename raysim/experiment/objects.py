@@ -298,7 +298,7 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
 
     part: a network, or a class, function or `functools.partial` that makes one.
     overrides: the values of `head`, `lora` and the arguments of the class or function.
-    stored: the network's stored node in a resumed run, or None.
+    stored: in a resumed run, the entry of config.yaml that describes the network; else None.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):

@@ -109,7 +109,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     It continues with resume=latest, unless the folder is missing or empty.
     command: "study" or "sweep".
     Raise `RefusedError` if the folder has files, but nothing that can be continued. Raise it also
-    if a new study or sweep with resume=latest has no overrides except `out` and `resume`.
+    if the folder is missing or empty and the only overrides are `out` and `resume=latest`.
     """
     if not is_resume_requested(overrides, command):
         return False

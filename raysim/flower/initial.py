@@ -166,7 +166,7 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
         if grid.first is None:
             place = users_line(error, folder)
             raise RefusedError(
-                f"{key} fails before its first message for training with {type(error).__name__}: "
+                f"{key} raised {type(error).__name__} before it sent a message for training: "
                 f"{error}{place}. Correct the ServerApp, or set "
                 "learner.parameters=module:function, a function that returns the model."
             ) from error

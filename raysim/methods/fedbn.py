@@ -163,7 +163,7 @@ class FedBN(Method):
         else:
             kind = "BatchNorm" if self.layers == "batch" else "normalisation layer"
             run.warn(
-                f"method 'fedbn' finds no {kind} in the model whose tensors "
+                f"method 'fedbn' finds no {kind} among the tensors that "
                 f"method.fedbn.scope={self.scope} selects, so the run equals FedAvg. Choose a "
                 "model with BatchNorm, such as model=small_cnn model.norm=batch."
             )

@@ -132,7 +132,8 @@ def greedy_selection(
     The clients are divided into groups. `select_models` chooses the models of one group after
     another. For later groups, the models of earlier groups are fixed.
     num_batches: the number of groups.
-    All other arguments are those of `select_models`, for P clients in place of B.
+    All other arguments are those of `select_models`, whose docstring has their shapes; its number
+    of clients B is P here.
     """
     selection = _Selection(candidates[0, 0], candidates.shape[2])
     for model, loss in zip(fixed_models, fixed_losses.tolist(), strict=True):

@@ -282,8 +282,8 @@ class PrincipalGradient(Method):
     sqrt(sum_{k <= L} lambda_k^2), which keeps the length of updates. "sum" divides lambda_l by the
     sum of all eigenvalues, and "none" is 1.
     granularity: "model" rebuilds whole updates, "tensor" rebuilds each tensor separately.
-    tol: eigenvalues of at most tol times the largest one count as 0, as do projections of at most
-    tol times the update's length.
+    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. A projection
+    counts as 0 if it is at most tol times the length of the update.
     """
 
     name = "fedld_principal"

@@ -8,11 +8,11 @@ i has the weight p_i:
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
 Departures from the paper
-- Traffic and virtual time count the sent factors and, after the first version, one received stack,
-  but not W0. This also holds for a client that missed rounds.
-- The size of the counted stack is an estimate. It assumes that an aggregation has the largest
-  possible number of updates, and that each update has the mean rank of all clients. In each layer,
-  the stack counts at most as many floats as the frozen weight.
+- Each job counts as traffic the factors that its client sends. After the first version, it also
+  counts one received stack. W0 is not counted, also if the client missed rounds.
+- The counted size of a stack is an estimate. It assumes that an aggregation has the largest
+  possible number of updates, and that each update has the mean rank of all clients. A layer's stack
+  is counted with at most as many floats as the layer's frozen weight has.
 - The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.

@@ -440,7 +440,8 @@ def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     A run's score is the mean over its five best rounds, and a group's score is the mean over its
     runs. First comes the group with the best score, then all other groups with the same data and
     partition. Then comes the best remaining group, and so on.
-    Finished and unfinished runs, and runs with equal settings and seed, are in different groups.
+    Finished runs are never in a group with unfinished runs. Two runs with the same settings and the
+    same seed are in different groups.
     """
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: _rank([run])):

@@ -89,9 +89,9 @@ class InProcess:
         return None
 
     def stacks(self, worker: int) -> str:
-        """Return "", because this runtime never waits for a worker: `call` executes the method.
+        """Return "", because this runtime never waits for a worker.
 
-        Only a runtime that waits for an answer returns the call stacks of the silent worker.
+        Other runtimes return the call stacks of a worker that does not answer.
         """
         return ""
 

@@ -275,8 +275,8 @@ class Checkpoints:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} now also writes checkpoints to {store}. It was "
-                "the last to begin, so this run no longer writes there; set another out or "
+                f"{writer.partition(' (')[0]} now also writes checkpoints to {store}. That "
+                "run began later, so this run no longer writes there; set another out or "
                 "checkpoint.folder for one of the two runs"
             )
 

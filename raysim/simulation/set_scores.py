@@ -1,4 +1,4 @@
-"""Score sets of samples by a method's own function (`run.evaluate`).
+"""Compute scores of whole sets of samples with a method's own function (`run.evaluate`).
 
 The scores become columns of the history.
 """

@@ -32,9 +32,9 @@ _NO_COUNTERS = np.empty(0, np.int64)
 class NotFiniteError(FloatingPointError):
     """The error for a client whose loss, trained tensors or upload have NaN or infinite values.
 
-    entry: "method.name", the full name of a tensor in the upload. After a method's own training, it
-    is "method.", the method's name and a dot. It is "" for parameters, buffers or losses after
-    raysim's training.
+    entry: the full name of a tensor in the upload, such as "scaffold.control". If a method's own
+    training returned the values, it is the name of this method and a dot. It is "" for parameters,
+    buffers or losses after raysim's training.
     """
 
     def __init__(self, text: str, entry: str = ""):

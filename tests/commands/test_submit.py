@@ -472,7 +472,7 @@ class TestJobServer:
         with pytest.raises(RefusedError, match="--limit"):
             fetch.read_archive("ERROR 5000000 bytes\n", "~/runs", "a", 1.0)
 
-    def test_error_of_fetch_without_job_server_says_to_fetch_again(self) -> None:
+    def test_fetch_error_says_to_fetch_again_if_no_job_server_answers(self) -> None:
         async def tail(job: str) -> AsyncIterator[str]:
             raise RuntimeError(f"Job {job} does not exist")
             yield ""

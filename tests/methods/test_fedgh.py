@@ -197,7 +197,7 @@ def test_fedgh_settings_out_of_range_are_refused(make: Any, says: str) -> None:
 
 
 # --- updates at right angles ------------------------------------------------------------------
-def test_fedgh_projects_no_pair_whose_original_updates_are_orthogonal() -> None:
+def test_fedgh_never_projects_two_updates_that_arrived_orthogonal_to_each_other() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (
         "the third is at right angles to the first as it came"

@@ -90,7 +90,7 @@ def test_columns_of_job_files_are_read_as_arrays(tmp_path: Path, part: int) -> N
 
 
 @pytest.mark.parametrize("kept", range(7))
-def test_resumed_run_replaces_rows_of_the_job_file_newer_than_the_checkpoint(
+def test_resumed_run_replaces_job_rows_that_were_written_after_the_checkpoint(
     tmp_path: Path, part: int, kept: int
 ) -> None:
     write(tmp_path, range(1, 7))
