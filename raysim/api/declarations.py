@@ -392,7 +392,9 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return the factor on the job's learning rate for each step, or None if all are 1.
+        """Return the factor on the job's learning rate for each step.
+
+        With `schedule_over="rounds"` and `warmup_steps=0`, all factors are 1; return None then.
 
         The factor of step k = 0, ..., steps - 1 is a(k) s(k). The warm-up a(k) is (k + 1) /
         (warmup_steps + 1) for k < warmup_steps, and then 1. With `schedule_over="rounds"`, s(k) is

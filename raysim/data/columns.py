@@ -170,7 +170,8 @@ class TokenSettings:
     """The settings for turning sequences into rows of token numbers.
 
     length: the number of tokens after which a row is cut.
-    padding: the number that fills short rows.
+    padding: the number that fills short lists of integers. Text is filled with the tokenizer's
+    padding; without a tokenizer, with 0.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """
 

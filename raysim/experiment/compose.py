@@ -76,7 +76,8 @@ def compose(
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
     stored: the configuration file of a run or sweep, which gives the values of keys without an
-    override. None uses the file of the run that the key `resume` names, if it names one.
+    override. None uses the file of the run that the key `resume` names. Without `resume`, or if an
+    override chooses a preset (`experiment`), there is no file.
     settings: more overrides, as {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
     Raise `RefusedError` for keys, options and files that do not exist.
     """

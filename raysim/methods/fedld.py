@@ -18,9 +18,9 @@ Departures from the paper
 - kind="batch_softmax" is the penalty of the authors' code, with which the paper's values of lam
   were tuned. The kinds "logit_l2" and "threshold" and the damped loss are variants that the paper
   only names.
-- With the default, |g_i'| = |g_i|, as the paper claims. Read literally, eq. (7) has w_l = 1
-  (normalization="none"), and updates become longer. The authors' code divides lambda_l by the sum
-  of all eigenvalues ("sum"), and updates become shorter.
+- With the default, |g_i'| = |g_i|, as the paper claims, unless a projection counts as 0 (`tol`).
+  Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The
+  authors' code divides lambda_l by the sum of all eigenvalues ("sum"), and updates become shorter.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
 - The authors' code has granularity="tensor" and the same weight for all updates. It applies the

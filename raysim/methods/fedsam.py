@@ -65,7 +65,8 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
 class FedSAM(Method):
     """A method that uses the gradient at a nearby point with a higher loss.
 
-    rho: how far this point lies from the model; 0 is FedAvg.
+    rho: how far this point lies from the model; 0 is FedAvg. With `adaptive`, each entry of the
+    shift is first divided by its entry of T, see the formulas of the module.
     adaptive: True shifts large parameters more than small ones (FedASAM).
     eta: added to the absolute values of the parameters in FedASAM's formula.
     """

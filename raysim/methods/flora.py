@@ -94,8 +94,8 @@ class FLoRA(Method):
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
         """Declare which floats do not travel, so that traffic and virtual time leave them out.
 
-        Clients receive the stacked factors of the last aggregation and send their own factors. The
-        frozen weights do not travel.
+        Clients receive the stacked factors of the last aggregation and send their own factors. At
+        version 0, they receive no factors. The frozen weights do not travel.
         sizes: the floats of the frozen weight in each layer with an adapter.
         """
         mean_rank = float(ranks.of_client.mean())

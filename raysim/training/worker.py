@@ -174,10 +174,10 @@ class Worker(SeparateSums):
         state from which it started.
 
         groups: tuples of job numbers. The result has one sum for each group, in place of the deltas
-        of its jobs.
+        of its jobs. It has none if all jobs of the group failed.
         versions: the number of published versions in `values`.
         values: first the published versions. If clients have states, one client state for each job
-        follows; None means that this worker has the state.
+        follows; None means the initial state, or that this worker has the state.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -270,8 +270,8 @@ class _TrainingCall:
     With several replicas, these jobs may start from different vectors.
 
     published: the versions, by `PublishedVersion.number`.
-    sent: the client state of each job, or None if this worker has it. Without client states, `sent`
-    itself is None.
+    sent: the client state of each job. None stands for the initial state, or for a state that this
+    worker has. Without client states, `sent` itself is None.
     sums: the sums to which the jobs' deltas are added.
     """
 

@@ -42,7 +42,7 @@ class WorkerStates:
         """Return a client's state after the job number `job`, on this worker's torch device.
 
         job: -1 returns the client's initial state.
-        sent: the state, if the caller sends it; None means that this worker has the state.
+        sent: the state, if the caller sends it; None means that `job` is -1 or this worker has it.
         """
         if job < 0:
             return self._initial_of(client)

@@ -538,7 +538,8 @@ def _difference_sections(
     """Write study.png; return the sections of report.html about differences to the reference.
 
     names: the names of the metrics; study.png shows the first one.
-    comparisons: maps each metric to its comparisons. A metric without comparisons has no section.
+    comparisons: maps each metric to its comparisons. Without comparisons, a metric has neither a
+    section nor a picture.
     """
     sections = []
     for name in names:

@@ -58,8 +58,8 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
 
     Hidden files and byte code in folders are left out.
     extra: the files and folders of --with.
-    Raise `RefusedError` for a path of --with that does not exist or whose name is already used, for
-    a link to a folder, and for a link to a file outside of the sent folder.
+    Raise `RefusedError` for a path of --with that does not exist or whose name is already used.
+    Also raise it if a sent folder has a link to a folder, or a link to a file outside of it.
     """
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)

@@ -266,7 +266,8 @@ class TrialRecords:
     ) -> None:
         """End the tracking: send the sweep's results and all rows of the trials to MLflow.
 
-        If MLflow's server does not answer, the rows stay in the folders and can be sent later.
+        If MLflow's server does not answer, or if no address is set, the rows stay in the folders.
+        They can be sent later.
         summary: the numbers of the sweep's summary.
         files: the sweep's result files.
         status: FINISHED, FAILED or KILLED.
