@@ -180,10 +180,11 @@ class Update(NamedTuple):
     unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
     seconds: the wall seconds of the job on its worker.
-    norm: the Euclidean norm of the trained minus the received parameters.
+    norm: the Euclidean norm of the trained minus the received shared parameters, without buffers
+    and before compression.
     loss_rows: the number of samples in all steps with the task loss.
-    delta: [layout.shared], the trained minus the received parameters; None if a worker has added it
-    to a sum of several updates.
+    delta: [layout.shared], the trained minus the received parameters and buffers. With compression
+    it is what the server decodes. None if a worker has added it to a sum of several updates.
     """
 
     job: int

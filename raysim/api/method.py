@@ -116,7 +116,8 @@ class Method:
 
         raysim calls this hook in stages with the task loss.
         out: the model's features and outputs (logits) for the batch.
-        loss: the task loss plus the terms of earlier methods, a scalar.
+        loss: the task loss plus the terms of earlier methods, a scalar. It is 0 if this method
+        replaces the task loss (`Setup.owns`).
         """
         return loss
 

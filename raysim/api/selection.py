@@ -166,7 +166,8 @@ class SelectionView:
         """The expected virtual seconds of a job of each client in `clients`, float64 [n].
 
         A job receives the model, trains and sends the update. The fleet estimates each client's
-        first job, so clients without a job so far have a value, too.
+        first job, so clients without a job so far have a value, too. Later jobs have the same
+        value.
         """
         return self.estimate_seconds()[self.clients]
 

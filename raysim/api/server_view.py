@@ -26,7 +26,8 @@ class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
     updates: in the planner's order.
-    deltas: the trained minus the received parameters of each update, [layout.shared], on the CPU.
+    deltas: `Update.delta` of each update, the trained minus the received parameters and buffers,
+    [layout.shared], on the CPU.
     It is empty unless a method overrides `weigh` or `combine`, or calls `Setup.read_updates` or
     `Setup.change_updates`.
     weights: one for each update, not normalised.

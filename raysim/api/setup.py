@@ -215,7 +215,8 @@ class Setup:
     - methods: all methods of the list, with the hooks that each overrides.
     - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if an update may start from an earlier version than the current one.
-    - devices: the kind of each client's device, such as "phone"; None without a fleet, as in tests.
+    - devices: the kinds of devices, such as "phone" (`devices.names`), and the position in them of
+      each client's kind (`devices.kinds`). None without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 

@@ -111,7 +111,8 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     keys are the names of the clients.
     place: the setting that gives the lists, for errors.
     total: the number of training rows, or None.
-    Raise ValueError for another format and for repeated or missing rows.
+    Raise ValueError for another format, for repeated rows, and for rows that do not exist. Rows may
+    be in no list.
     """
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content

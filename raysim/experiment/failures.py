@@ -20,7 +20,7 @@ from raysim.simulation.events import RunStoppedError
 def explain_errors(folder: Path) -> Iterator[None]:
     """Raise `RunStoppedError` with a short text for two kinds of errors in a `with` block.
 
-    These are errors of methods' hooks and of the operating system (`OSError`).
+    These are errors of methods' hooks, and an `OSError` or `SafetensorError` of a file.
     folder: the run's folder.
     """
     with _report_unwritable_files(folder), _name_failing_method():

@@ -105,7 +105,7 @@ def separate_objects(
     one has the values, by group. A value is the name of an option or a dictionary of settings; the
     value of "method" is a list of names.
     parts: the arguments by group, each of which may be None. A dictionary for "data" counts as an
-    object.
+    object, and so does a dictionary of lists of rows for "partition".
     methods: a list of method objects and names, or None.
     Raise `RefusedError` if `methods` is not such a list, or if two objects have the same name.
     """

@@ -51,7 +51,8 @@ class FedRep(Method):
     mode: "alternate" (FedRep) trains the head before the extractor; "joint" (FedPer) trains both
     together and ignores the numbers of epochs.
     head_epochs: the number of epochs that train the head.
-    body_epochs: the number of epochs that train the extractor.
+    body_epochs: the number of epochs that train the extractor. With `local.steps`, the steps are
+    divided in the ratio head_epochs : body_epochs.
     """
 
     name = "fedrep"

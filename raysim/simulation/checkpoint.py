@@ -165,11 +165,11 @@ class Checkpoints:
     def write(self, version: int, snapshot: Snapshot) -> str:
         """Write a checkpoint, remove all but the last few, and return its address.
 
-        Nothing is written if the last checkpoint has this version. Checkpoints of later versions
-        are removed. The attribute `removal_failure` says why an old checkpoint could not be
-        removed.
-        Raises OSError if the checkpoint cannot be written, or if another process has begun to
-        write.
+        Nothing is written if the checkpoint that was written last, or that the run continued from,
+        has this version. Checkpoints of later versions are removed. The attribute `removal_failure`
+        says why an old checkpoint could not be removed.
+        Raises OSError if the checkpoint cannot be written, or if `where` is a URL to which another
+        process has begun to write.
         """
         store = self._open()
         if is_remote(self.where):

@@ -72,8 +72,8 @@ class SumTrees:
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the groups of jobs whose updates a worker replaces by one sum per group.
 
-        These are the largest groups that contain only the worker's jobs (`numbers`). If an
-        aggregation has a single job, this job is in no group.
+        These are the largest groups that contain only the worker's jobs (`numbers`). If a summation
+        tree has a single job, this job is in no group.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
 

@@ -146,7 +146,7 @@ class BatchPlanner:
     def plan_finetuning(self, samples: int, epochs: int, client: int, version: int) -> Plan:
         """Return the batches with which a model is fine-tuned before it is scored.
 
-        samples: the number of training samples.
+        samples: the number of samples to train on.
         client, version: decide the shuffled order of the samples; `version` is the scored one.
         """
         local = replace(self.local, epochs=epochs, steps=None)
