@@ -190,7 +190,8 @@ class Evaluation:
     every: aggregations between two evaluations, at least 1; the last version is always evaluated.
     clients: the number of clients that are drawn for each evaluation, or "all".
     common: True also scores client models on the central test set.
-    probe: aggregations between two probes; 0 means never.
+    probe: aggregations between two probes; 0 means never. A probe stores features and outputs of
+    clients' trained models before they are aggregated.
     probe_rows: the approximate number of samples of the central test set for a probe.
     decompose: aggregations between two loss decompositions (`raysim.methods.loss_decomposition`); 0
     means never.

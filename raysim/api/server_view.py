@@ -198,7 +198,7 @@ class ServerView:
     def stream(self, purpose: str) -> np.random.Generator:
         """Return a new random generator for a purpose of the method in the current version.
 
-        Generators of the same purpose and version draw the same numbers.
+        Generators of the same purpose, version and replica draw the same numbers.
         purpose: a name for the use of the numbers, such as "noise".
         """
         return self._server.stream(f"{self._method}.{purpose}")  # type: ignore[no-any-return]

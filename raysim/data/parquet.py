@@ -45,7 +45,8 @@ class ParquetColumns(NamedTuple):
 
     user: the column of users, which may be missing.
     has_pictures: True if the only input is a column of encoded pictures.
-    unused: row numbers or users that are left out of the input.
+    unused: row numbers or users that are left out of the input. [] for pictures, and if
+    `data.columns` names the input.
     """
 
     inputs: list[str]

@@ -120,8 +120,8 @@ class TextTable(TableSource):
 
         names: the columns of the table.
         place: the name of the file in errors.
-        Raise ValueError if `data.targets` and `data.label` are both set, or if there is no column
-        of labels.
+        Raise ValueError if `data.targets` and `data.label` are both set. Also raise it if neither
+        is set and no column has a usual name for labels.
         """
         if self.targets and self.label:
             raise ValueError(
@@ -170,8 +170,8 @@ class TextTable(TableSource):
 class Csv(TextTable):
     """A source of comma-separated values with the names of the columns in the first line.
 
-    delimiter: the character between the values of a row. Values that are empty, NA, NaN or NULL,
-    without quotes, are missing.
+    delimiter: the character between the values of a row.
+    Values without quotes are missing if they are empty, or words such as NA, NaN and NULL.
     """
 
     delimiter: str = ","

@@ -38,7 +38,8 @@ _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 class ConfigFiles(ConfigSource):
     """A Hydra config source that reads configuration files from several folders.
 
-    If two folders have a file of the same name, the later folder's file counts.
+    If two folders have a file of the same name in a group, the later folder's file counts. Files
+    outside of groups, such as config.yaml, are read only from the first folder.
     roots: the folders, set only while raysim composes a configuration; otherwise empty.
     """
 

@@ -279,8 +279,8 @@ class PrincipalGradient(Method):
     original update. Each direction gets the sign of the update's projection on it.
     fraction: L divided by the number of updates.
     normalization: the weight of a direction with the eigenvalue lambda_l. "l2" is lambda_l /
-    sqrt(sum_{k <= L} lambda_k^2), which keeps the length of updates. "sum" divides lambda_l by the
-    sum of all eigenvalues, and "none" is 1.
+    sqrt(sum_{k <= L} lambda_k^2). It keeps the length of an update if none of its projections
+    counts as 0. "sum" divides lambda_l by the sum of all eigenvalues, and "none" is 1.
     granularity: "model" rebuilds whole updates, "tensor" rebuilds each tensor separately.
     tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. A projection
     counts as 0 if it is at most tol times the length of the update.

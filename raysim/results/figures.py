@@ -405,7 +405,7 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
     Each kind of model that was scored has a panel: the clients' models, the shared model, the
     fine-tuned models.
 
-    Returns False, and writes nothing, if there are no domains.
+    Returns False, and writes nothing, if the history has no scores of single domains.
     """
     metric = metric_of(rows)
     domains_by_kind: dict[str, list[str]] = {}

@@ -271,8 +271,9 @@ class Selector:
     def _expected_seconds(self) -> Floats:
         """Return the expected virtual seconds of each client's first job, float64 [clients].
 
-        No drop-outs are assumed. The values are also used for later jobs. For clients without
-        samples they have no meaning.
+        No drop-outs are assumed. All jobs are assumed to receive and send as many floats as the
+        first job of the first client with samples. The values are also used for later jobs. For
+        clients without samples they have no meaning.
         """
         if self._seconds is None:
             work = np.zeros(len(self._busy))

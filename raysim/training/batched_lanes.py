@@ -55,6 +55,8 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
     """Return the layers of a chain of linear and elementwise layers; None for other networks.
 
     There may be flatten layers, too. The first linear layer must get one vector for each sample.
+    The result is also None if there is no linear layer, or if layers share parameters or have
+    frozen ones.
     networks: the chain must be the only network.
     input_dims: the number of dimensions of one sample's input. With more than one, the first layer
     must flatten the input.
