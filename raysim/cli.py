@@ -873,7 +873,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> None:
-    """Raise `RefusedError` if the folder of a new run exists already.
+    """Raise `RefusedError` if the local folder of a new run exists already.
 
     Also raise it for `resume=latest` if `out` does not exist and no other key says what to train.
     out, resume: the values of the keys; None without `resume=`.

@@ -199,13 +199,14 @@ class SelectionView:
         return draw_weighted(self.generator, clients, np.asarray(weights, np.float64), count)
 
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
-        """Return the loss of the current model on each client's samples, float64 [clients].
+        """Return the current model's loss on each client's training samples, float64 [clients].
 
         The rule must set `measures = True`, and may measure once in each call of `select`. A client
         receives the model and sends one float. Jobs start when the slowest client has sent its
         loss. All losses are nan while virtual time is estimated before a run.
         clients: one or more of `self.clients`.
-        samples: the largest number of samples of each client, drawn for each call; None means all.
+        samples: the largest number of samples of each client; None means all. They are drawn again
+        after each aggregation.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 

@@ -505,7 +505,8 @@ def assemble(
     is_test: bool [n].
     tokens: None if inputs are not tokens.
     origin: the columns that were read, for the plan of a run.
-    domain_order: the names of all domains in the order of their numbers; None sorts them.
+    domain_order: the names of all domains; None sorts them. Domains are numbered in this order,
+    those with training samples first.
     fields: a description of each input, in the order of a row of `inputs`; () for a single input.
     """
     order, train_rows = train_first(is_test)

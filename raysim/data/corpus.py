@@ -79,8 +79,8 @@ def _describe_empty(names: Sequence[str]) -> str:
 class Text(_Corpus):
     """A source that reads files of text: one file, or all *.txt in a folder and below it.
 
-    The central test set has the files called test.txt and those in a folder called test. Without
-    such files, it has the share `test_fraction` at the end of each document.
+    If `root` is a folder, the central test set has the files called test.txt and those in a folder
+    called test. Without such files, it has the share `test_fraction` at the end of each document.
 
     separator: the text between two documents of a file, where \\n stands for a new line. None means
     that a file is one document.

@@ -95,7 +95,7 @@ def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T
 
     node: the arguments by name. The entry `_target_` is ignored.
     path: the key of `node` in the configuration, for errors.
-    Raise `RefusedError` for a wrong value.
+    Raise `RefusedError` for unknown, missing and wrong arguments.
     """
     values = arguments(cls, node, path)
     try:

@@ -54,10 +54,11 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return the table of results: a row for each setting, with means over the seeds.
 
-        Columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down and up
-        together. "final_std" is the sample standard deviation over seeds; without several seeds, it
-        is the population standard deviation of the last ten scores. With tests, "final_mark" is †
-        or ‡ for significantly better or worse than the first setting with the same data and split.
+        Most columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down
+        and up together. "final_std" is the sample standard deviation over seeds. If no setting has
+        several seeds, it is the population standard deviation of the last ten scores. With tests,
+        "final_mark" is † or ‡ for significantly better or worse than the first setting with the
+        same data and split.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 

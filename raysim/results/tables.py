@@ -146,8 +146,8 @@ def format_table(columns: Sequence[Column], width: int = 0) -> str:
     """Return a table as text for a terminal.
 
     A star marks the best number in each group of rows.
-    width: the longest line in characters; 0 means no limit. Columns that do not fit follow below,
-    in another table that repeats the first column.
+    width: the longest line in characters, unless two columns need more; 0 means no limit. Columns
+    that do not fit follow below, in another table that repeats the first column.
     """
     label, *rest = [_padded(column) for column in columns]
     blocks = [[label]]

@@ -11,7 +11,7 @@ Checkpoints share the folder `log` next to them, with client states (`states-000
 and rows of a long history (`rows-00000009.json`).
 
 A folder without a manifest, which is written last, is not a checkpoint. Files are never changed.
-Files that no manifest lists are removed.
+Such folders are removed, and so are files in `log` that no manifest lists.
 
 A local folder is locked while a run writes there. Behind a URL, a process stops if the file
 `writer` has the name of another process.

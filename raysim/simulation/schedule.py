@@ -21,7 +21,8 @@ from raysim.primitives.checks import above, at_least, one_of
 class View(NamedTuple):
     """The facts from which a schedule decides its next action; it must not change them.
 
-    A pool is a group of clients with similar speed (`schedule=tiered`).
+    A pool is a group of clients with similar speed (`schedule=tiered`). If each replica has a
+    schedule of its own, the facts are about one replica and its clients.
 
     now: the virtual time in seconds. Events at this time have already happened.
     version: the number of aggregations so far.

@@ -492,7 +492,7 @@ def k_means(
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
     The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). An empty group gets
-    the counted point that is farthest from its center.
+    the counted point that is farthest from its center and not alone in its group.
     points: float [n, features].
     is_counted: bool [n], True for a counted point. The centers are means of counted points only. At
     least `groups` points must be counted.

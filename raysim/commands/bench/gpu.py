@@ -364,7 +364,8 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
     """Check that a run has the same bits when it is repeated ("again"), and on two workers.
 
-    Return a row for each method and execution mode.
+    Return a row for each method and mode: one client at a time, or several with a CUDA graph.
+    Methods whose steps draw random numbers have only the first mode.
     has_time: returns False when the time limit is reached.
     """
     rows: list[ResultRow] = []
