@@ -197,7 +197,7 @@ class Evaluation:
     means never.
     decompose_rows: the largest number of a client's training samples for a loss decomposition.
     metrics: the metrics to compute; [] means `metric`, or the usual ones.
-    metric: the main metric; None means the first of `metrics`, or the usual one.
+    metric: the main metric, always computed; None means the first of `metrics`, or the usual one.
     lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that are never trained. Their scores are in separate columns.
     """

@@ -167,7 +167,7 @@ class SelectionView:
 
         A job receives the model, trains and sends the update. The fleet estimates each client's
         first job, so clients without a job so far have a value, too. Later jobs have the same
-        value.
+        value. The sizes of all messages are those of the first client with samples.
         """
         return self.estimate_seconds()[self.clients]
 
