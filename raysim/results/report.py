@@ -379,8 +379,8 @@ def comparison_table(
     """Return the comparison as text: a row for each run, or each setting if it has several seeds.
 
     Options that all runs share are above the table. Lines below explain its marks.
-    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed
-    below.
+    width: the longest line of the table, as in `format_table`; 0 means no limit. Columns that do
+    not fit are printed below.
     """
     runs = [run for group in groups for run in group.runs]
     has_seeds = len(groups) < len(runs)
