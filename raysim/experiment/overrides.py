@@ -1,7 +1,7 @@
 """Read one override, `key=value`, with Hydra's parser.
 
 Outside quotes, Hydra accepts only ASCII letters, digits and a few signs. This module also accepts
-all other characters, so a path such as `/home/ü/x` needs no quotes.
+most other characters in values, so a path such as `/home/ü/x` needs no quotes.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Result:
 
         The index has the client numbers. The columns are `samples` (for training), `tests` (test
         samples) and each score, such as `accuracy`. A score is nan if the last evaluation did not
-        score the client.
+        score the client. Some runs also have the columns `user`, `unseen` or `replica`.
         Raise `RefusedError` if the run has not stored this table.
         """
         import pandas as pd

@@ -377,7 +377,8 @@ def _name_method_in_errors() -> Iterator[None]:
     """Convert errors inside the `with` statement, which computes a recorded step.
 
     The new error has a hook's error text if the hook would also fail without a recording. Otherwise
-    it names the method and suggests `runtime.graph=false`. A LanesError stays unchanged.
+    it names the method, or else "the model or the loop", and suggests `runtime.graph=false`. A
+    LanesError stays unchanged.
     """
     try:
         yield

@@ -91,8 +91,8 @@ class GroupSum:
     def _sum(self, delta: Tensor | None, weight: float, siblings: list[Tensor]) -> Tensor | None:
         """Return weight * delta + siblings[0] + siblings[1] + ..., added in this order.
 
-        The tensors in `siblings` are overwritten. If `delta` is None, return the sum of the
-        siblings, or None without siblings.
+        The sum overwrites one of the tensors in `siblings`. If `delta` is None, return the sum of
+        the siblings, or None without siblings.
         """
         if delta is None:
             return functools.reduce(Tensor.add_, siblings) if siblings else None

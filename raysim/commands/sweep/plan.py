@@ -346,8 +346,8 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
     """Return the sweep and the folder that the overrides describe.
 
     conf: the user's own folders of options.
-    Raise `RefusedError` if the sweep is impossible, or if the folder exists and resume=latest does
-    not continue it.
+    Raise `RefusedError` if the sweep is impossible. Without resume=latest, also raise it if the
+    folder exists. With it, raise it if the folder has files, but no sweep to continue.
     """
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)

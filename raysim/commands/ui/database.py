@@ -105,7 +105,8 @@ class RunDatabase:
         """Send new rows and files of all runs to the MLflow database, but no models.
 
         A run is left out if its files have not changed since the last call, or if the database
-        already has all its data. Return the number of runs that were sent.
+        already has all its data. Runs whose own process sends their data are left out, too. Return
+        the number of runs that were sent.
         """
         count = 0
         for folder in _stored_folders(self.root):
