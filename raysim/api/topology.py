@@ -73,8 +73,8 @@ class Federation:
     counts: int64 [clients], the number of training samples of each client.
     weighting: "samples" or "uniform", before methods change the weights.
     floats: the number of floats of a replica.
-    label_counts: returns how many samples of each class each client has, [clients, classes]; None
-    without classes.
+    label_counts: returns how many training samples of each class each client has, [clients,
+    classes]; None if the task is not a classification.
     regions: returns the region of each client as a number, [clients]; None without regions.
     """
 
