@@ -64,7 +64,10 @@ class EvaluationData:
         self._scored = scored
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Read the samples from the data set: return normalised inputs [n, ...] and labels [n]."""
+        """Read the samples from the data set: return normalised inputs [n, ...], and labels.
+
+        Labels are classes [n], or [n, ...] if the task is not classification.
+        """
         inputs, labels = self._scored.tensors()
         return inputs.cpu().numpy(), labels.cpu().numpy()
 
@@ -95,7 +98,8 @@ class Learner(Method):
 
         The `LocalResult` has numbers for the history, such as the training loss.
         parameters: a copy of the received version.
-        inputs, labels: the client's training samples, [n, ...] and [n].
+        inputs: the client's training inputs, [n, ...].
+        labels: classes [n], or [n, ...] if the task is not classification, such as floats [n, C].
         job: has settings, random generators and client state.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'. Define it.")

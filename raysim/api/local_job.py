@@ -228,7 +228,10 @@ class LocalJob:
         return self.context.data()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all training samples of the client: normalised inputs [n, ...], labels [n]."""
+        """Return all training samples of the client: normalised inputs [n, ...], and labels.
+
+        Labels are classes [n], or [n, ...] if the task is not classification.
+        """
         return self.gather(self.rows)
 
     def dataset(self) -> TensorDataset:

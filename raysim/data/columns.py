@@ -185,7 +185,7 @@ class InputRows(NamedTuple):
 
     values: a row for each sample.
     tokens: the number of different tokens, and the token that fills short rows; None without
-    tokens.
+    tokens, and for separate inputs.
     fields: a description of each input, in the order of a row of `values`; () for a single input.
     """
 

@@ -77,9 +77,11 @@ BYTES_PER_CLIENT = 100  # of the arrays of a partition
 class Draws:
     """The rows that a partitioner splits, and its two random streams.
 
-    labels, domains: [n], the label and domain of each row. Without classes, all labels are 0.
-    num_classes: includes classes without samples.
-    proportions: the random stream that decides how many rows, or which classes, each client gets.
+    labels, domains: [n], the label and domain of each row. Without classes, all labels are 0. Rows
+    without a label are in a further class, the last one.
+    num_classes: includes classes without samples, and this further class.
+    proportions: the random stream for all draws except permutations of rows, such as how many rows,
+    or which classes, each client gets.
     orders: the random stream for permutations of rows.
     """
 

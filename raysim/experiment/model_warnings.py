@@ -33,7 +33,7 @@ def weight_warnings(model: nn.Module) -> list[str]:
 def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
     """Return a list with one warning if a user's classifier ends in a softmax, else an empty list.
 
-    The default loss, cross-entropy, applies a softmax itself.
+    The default loss, cross-entropy, applies a softmax itself. With another loss, return [].
     model: the network, which is run on a batch of example inputs.
     """
     task = spec.task

@@ -101,8 +101,8 @@ class Moon(Method):
     def setup(self, run: Setup) -> None:
         """Declare the client state: the vectors of the client's previous models, one in each row.
 
-        The state is [count, layout.total]. `count` is 0 before the client's first job, and at most
-        the setting `previous`. With mu=0, there is no such state.
+        The state is [count, layout.total] with a `count` of at most the setting `previous`. Before
+        the client's first job, it is empty: [0]. With mu=0, there is no such state.
         """
         run.needs("features")
         if self.mu:

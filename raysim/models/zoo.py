@@ -195,7 +195,7 @@ class _Logits(nn.Module):
     """A wrapper of a network of `transformers` that returns only the logits.
 
     random_weights: the names of weights that have random values, because no file of the pretrained
-    model contains them. Weights of the head are not listed.
+    model contains them. Weights of a classifier's head are not listed.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str]):

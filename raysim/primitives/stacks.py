@@ -72,8 +72,8 @@ def _own_file() -> IO[bytes]:
 def read_stacks(source: StackSource | None) -> str:
     """Return the call stacks of all threads of a process on this machine, as text.
 
-    Return "" if they cannot be read. If the process writes no stacks, return its state, such as "T
-    (stopped)".
+    Return "" if they cannot be read. If the process writes no stacks, return a sentence with its
+    state, such as "T (stopped)".
     source: the process, and the file into which it writes its stacks. None means that the process
     has no such file; the result is then "".
     """

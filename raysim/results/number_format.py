@@ -163,9 +163,9 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
-    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation gets as
-    many decimals as its mean. Another number gets at most three significant digits below 1000, and
-    no decimals from 1000 on.
+    like: if `value` is a mean or its standard deviation, the mean; otherwise None. Both get the
+    decimals that show three significant digits of the mean. Another number gets at most three
+    significant digits below 1000, and no decimals from 1000 on.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:

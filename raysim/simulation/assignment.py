@@ -258,7 +258,7 @@ def _split_until_balanced(
     """Divide units among workers or nodes; split units until no load is above `limit`.
 
     Return the units of each receiver (worker or node). Return None if `MAX_SPLITS` splits for each
-    receiver are not enough, or if no unit can be split.
+    receiver are not enough, or if the busiest receiver has no unit that can be split.
     loads, capacities: as in `_distribute`.
     """
     longest = (limit - min(loads)) * max(capacities)

@@ -218,7 +218,7 @@ class Dispatcher:
         """Return the active worker that has, or will have, a client's newest state.
 
         `StateHome.worker` is the worker's position in the list of active workers. Return None if no
-        active worker has a state of the client.
+        active worker has the newest state.
         """
         newest = self._client_states.newest_state(client)
         if newest is None or newest[0] not in self._calls.active:
@@ -354,8 +354,8 @@ class Dispatcher:
         """Wait until the jobs of an aggregation are trained; return their updates and their sums.
 
         The first result has an update or a failure for each job. The second result has the sums of
-        updates that workers made. If an update is in a sum, its entry in the first result has only
-        metrics.
+        updates that workers made. If an update is in a sum, its entry in the first result has no
+        delta.
         jobs: the jobs, in the order of aggregation.
         """
         calls = self.calls_of(jobs)

@@ -140,7 +140,8 @@ def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     Let a client have u probed samples of classes that it has not seen, and s samples of classes
     that it has seen. In a mean, the client's weight is u for "unseen_probability" and "seen_share",
     u * s for "feature_likeness", and u + s for other columns. "local_accuracy_worst" is not a mean,
-    but the lowest accuracy of a client. A column is None if no client has a value for it.
+    but the lowest accuracy of a client. Infinite and nan values are left out. A column is None if
+    no client has another value for it.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]
