@@ -414,5 +414,5 @@ class Contribution:
 
     @property
     def labels(self) -> Tensor:
-        """The labels [n] of the client's training samples."""
+        """The labels of the client's training samples: classes [n], or [n, ...] in other tasks."""
         return self._samples[1]

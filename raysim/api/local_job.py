@@ -401,5 +401,8 @@ class ScoredModel(PersonalModel):
         return ScoredModel(self, self.rows, self.name, self.seed, self._gather, method)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the samples: normalised inputs [n, ...] and labels [n]."""
+        """Return the samples: normalised inputs [n, ...], and labels.
+
+        Labels are classes [n], or [n, ...] if the task is not classification.
+        """
         return self._gather(self.rows)
