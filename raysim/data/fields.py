@@ -24,8 +24,8 @@ def pack_fields(
     columns: an array [n, ...] for each input, by the name of the model's argument or in the order
     of the arguments. uint8 values are divided by 255. Other integers are token numbers.
     place: the name of the data in errors.
-    Raise ValueError for different lengths, other types, and token numbers below 0 or too large for
-    a float32.
+    Raise ValueError for different lengths, other types, and numbers that are nan or infinite as
+    float32. Raise it also for token numbers below 0 or too large for a float32.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}
     fields: list[InputField] = []

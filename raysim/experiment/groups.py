@@ -196,7 +196,8 @@ def check_options(group: str, value: object, groups: Groups) -> list[str]:
 
     value: the override's value, an option's name. Groups such as "method" also accept the text
     "a+b", a list of names, or None.
-    Raise `RefusedError` for an option that does not exist or is named twice.
+    Raise `RefusedError` for an option that does not exist or is named twice. Raise it also if
+    "fedavg", which stands for no methods, is combined with a method.
     """
     options = groups.files[group]
     values = option_names(value, group) if group in LISTS else [value]

@@ -74,8 +74,8 @@ class ExecutionOptions:
     """The settings of a run's execution, and of the files that it writes.
 
     out: the run's folder; None makes a dated folder in the folder runs.
-    resume: "latest", or a checkpoint's folder; None starts a new run.
-    device: "auto", "cpu", "cuda" or "mps", for each worker.
+    resume: "latest", or a checkpoint's folder or URL; None starts a new run.
+    device: "auto", "cpu", "cuda", a numbered GPU such as "cuda:1", or "mps", for each worker.
     profile: True measures how the wall time is spent.
     thresholds: values of the main metric. `rounds_to` in the summary has the first round that
     reaches each of them.

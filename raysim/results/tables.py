@@ -249,8 +249,8 @@ _LATEX_MARKS = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    In each group of compared rows (`Column.groups`), the value that `Column.best` marks is bold. †
-    marks a value that is significantly better than the value in the group's first row, and ‡ a
+    In each group of compared rows (`Column.groups`), the values that `Column.best` marks are bold.
+    † marks a value that is significantly better than the value in the group's first row, and ‡ a
     significantly worse one. If the rows of each group are neighbours, lines separate the groups.
 
     note: a comment above the table.
