@@ -46,7 +46,8 @@ class Pipeline:
         """Normalise inputs for the model; the result is on the same device and in `dtype`.
 
         uint8 [..., channels, height, width] becomes (x / 255 - mean) / std. float32 [B, channels,
-        ...] becomes (x - mean) / std. Token numbers (int64) stay unchanged.
+        ...] becomes (x - mean) / std. If `mean` or `std` is None, uint8 becomes x / 255, and
+        float32 keeps its values. Token numbers stay int64 and unchanged.
         """
         if inputs.dtype == torch.int64:
             return inputs

@@ -43,7 +43,8 @@ class Samples:
     """A whole data set in memory: training rows first, then the central test rows.
 
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width).
-    labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs].
+    labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs]
+    or [n, outputs, ...].
     domains: [n], the number of each row's domain.
     class_names: the names of the model's outputs.
     domain_names: the names of the domains, by number.

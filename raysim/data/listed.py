@@ -90,10 +90,10 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Return True if `part` consists of lists of rows, False if it consists of settings.
+    """Return True if `part` consists of lists of rows, False for settings and other objects.
 
     Lists and tuples consist of rows. A dictionary is settings if it is empty. It is also settings
-    if it has a text key and a value that is neither a list nor an array.
+    if it has a text key and a value that is no list, tuple, range or array.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):

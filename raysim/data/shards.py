@@ -80,7 +80,7 @@ class WebDataset(Source):
     user: the ending of the user; None finds a usual one, such as "user", if there is one.
     test_fraction: the share of samples for testing, if there are no test files. The same share is
     taken from each user and each class of the user.
-    length: the largest number of tokens of a text; further tokens are left out.
+    length: the largest number of tokens of a text or a list; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """

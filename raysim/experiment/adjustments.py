@@ -53,10 +53,10 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
 def drop_untrainable_clients(
     spec: RunSpec, declarations: Declarations, partitioner: Partitioner
 ) -> tuple[RunSpec, tuple[str, ...]]:
-    """Leave out clients with a single training sample, if the model cannot train on one sample.
+    """Remove the training sample of clients with only one, if the model cannot train on it.
 
-    For example, BatchNorm needs two. Return the changed `spec`, and a tuple with a warning if
-    clients were left out.
+    For example, BatchNorm needs two samples. These clients remain clients, but never train. Return
+    the changed `spec`, and a tuple with a warning if there are such clients.
     Raise `ValueError` if the model needs two samples, but the batch size is 1 or no client has two.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch

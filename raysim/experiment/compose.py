@@ -226,7 +226,8 @@ def draft(
     overrides: texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.
-    Raise `RefusedError` for overrides that `compose` would refuse.
+    Raise `RefusedError` for overrides that `compose` would refuse. Only wrong references `${...}`
+    are found later, by `complete_draft`.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)

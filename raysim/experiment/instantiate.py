@@ -40,7 +40,8 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
 
     target: the class with its module, such as "raysim.methods.fedprox.FedProx".
     path: the configuration key of the node, for errors.
-    allow: the packages besides raysim from which classes may be imported.
+    allow: further packages that may be used, besides raysim and the installed packages that extend
+    it.
     Raise `RefusedError` if the target is no class or may not be imported.
     """
     cls = import_target(target, path, allow)

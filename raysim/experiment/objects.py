@@ -236,8 +236,8 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
 def _needs_wrapper(place: str, part: object) -> bool:
     """Return True if raysim must wrap an object that the user gave.
 
-    Arrays and tables of data, lists of each client's rows, PyTorch modules, and functions that make
-    modules need a wrapper.
+    Data without a method `read`, lists of each client's rows, PyTorch modules and their classes,
+    and functions that make modules need a wrapper.
     place: the group of the object, such as "data".
     """
     if place == "data":

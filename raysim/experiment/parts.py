@@ -96,7 +96,8 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 
     node: the configuration of the loss. Keys besides `_target_` are the function's arguments after
     outputs and labels.
-    allow: the packages besides raysim that may be used.
+    allow: further packages that may be used, besides raysim and the installed packages that extend
+    it.
     """
     function = import_target(node[TARGET], "loss", allow)
     if not inspect.isfunction(function):
