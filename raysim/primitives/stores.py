@@ -232,8 +232,8 @@ def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) ->
 def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
     """Return a folder on this machine with copies of the needed files of a URL.
 
-    The folder's name is the last part of the URL. The folder is removed when this process ends. A
-    local folder is returned without a copy.
+    The folder's name is the last part of the URL. Copies are removed when this process ends. A
+    local folder is returned without a copy, and is not removed.
     is_needed: receives the file's name in the store, such as "folder/file".
     """
     store = open_store(url)

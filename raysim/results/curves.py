@@ -63,8 +63,8 @@ class Curve:
     """One line of a plot.
 
     label: the name of the curve in the legend.
-    points: pairs (row, y), one for each round in which y was measured. `row` is the round's row of
-    the history; the horizontal axis reads x from it.
+    points: pairs (row, y) of rounds in which y was measured. The horizontal axis reads x from
+    `row`. It is the round's row of the history or, over several runs, the mean of their rows.
     colour, dash: positions in the lists of colours and dashes.
     deviations: the deviation over seeds at each point; empty with too few seeds.
     """

@@ -71,7 +71,7 @@ def load_run(folder: Path, url: str = "") -> Run:
     """Read a run's folder; the summary of an unfinished run is computed from its history.
 
     url: where the folder was fetched from; "" if it was not.
-    Raises `ValueError` if the folder is no run or has a broken file.
+    Raises `ValueError` if the folder is no run, has no finished round, or has a broken file.
     """
     folder = Path(folder)
     if url and not (folder.is_dir() and any(folder.iterdir())):
@@ -108,7 +108,8 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
     warn: function that gets one sentence with the names of the skipped folders. Folders with
     artifacts of MLflow are skipped without a warning.
-    Raises `ValueError` if there is no run, a path does not exist, or a run has a broken file.
+    Raises `ValueError` if there is no run, a path does not exist, or a run has a broken file or no
+    finished round.
     """
     from raysim.results.mlflow_server import ARTIFACTS
 

@@ -90,8 +90,9 @@ class Column:
     def best(self) -> set[int]:
         """Return the positions of the rows that are marked as the best of their group of rows.
 
-        A group with equal scores, or with only one score, has no mark. With `bold="clear"`, a best
-        score is also not marked if the second-best one is too close, or a deviation is unknown.
+        A group with equal scores, or with only one score, has no mark. With `bold="clear"`
+        and `deviations`, a best score is also not marked if the second-best one is too close, or
+        one of their deviations is unknown.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()

@@ -240,7 +240,8 @@ def _name_clients(ax: Axes, groups: Sequence[tuple[str, np.ndarray]]) -> None:
 def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
     """Draw a bar for each job; its colour shows the staleness of an aggregated job.
 
-    Other bars are pale, and a marker shows how the job ended.
+    Other bars are pale, and a marker shows how the job ended. A job in flight has no marker, but a
+    dotted edge.
     y: for each job, the position of its client on the vertical axis.
     size: the virtual seconds of one unit of the horizontal axis.
     low, high: the shown period in virtual seconds.

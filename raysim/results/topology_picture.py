@@ -34,8 +34,8 @@ def draw_topology(
 
     clients: the columns of clients.parquet.
 
-    Returns False, and writes nothing, for one replica, more than `MAX_CLIENTS` clients, or clients
-    without scores.
+    Returns False, and writes nothing, for one replica without exchanges, more than `MAX_CLIENTS`
+    clients, or clients without scores.
     """
     metric = metric_of(rows)
     scores = clients.get(metric)

@@ -203,7 +203,8 @@ class NodeAdder:
 class RayCoordinator:
     """The actor that runs a `Coordinator`.
 
-    folder: where the model and the checkpoints are written; "" writes none.
+    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
+    writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     content: a list with a reference to the content of the data set's file; [] if all processes of
     the run are on one node.

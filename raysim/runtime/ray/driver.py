@@ -70,8 +70,8 @@ def plan_workers(
 ) -> Size:
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
-    Wait up to `runtime.wait` seconds for nodes of Ray's autoscaler. Do not wait if `runtime.wait`
-    is null, or if the cluster is only on this machine.
+    Wait up to `runtime.wait` seconds for new nodes, and ask Ray's autoscaler for them. Do not
+    wait if `runtime.wait` is null, or if the cluster is only on this machine.
     Raises NoRoomError if the cluster is still too small.
     """
     wait_s = options.wait or 0.0
@@ -275,7 +275,8 @@ def run(
     """Run on the connected cluster, in a placement group of the run; yield the run's events.
 
     options: the settings `runtime.*`; None uses their defaults.
-    folder: where the model and the checkpoints are written; "" writes none.
+    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
+    writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     Raises the coordinator's errors, and ProcessLostError if a process of the run dies.
     """
