@@ -452,7 +452,8 @@ def _device_use(device: str) -> Iterator[ResultRow]:
     """Measure how the code inside `with` uses the device.
 
     Yield a row whose values are set when the code ends: "device_use" is the share of time in which
-    the GPU worked, or None if unknown; "peak_bytes" is the GPU's peak memory.
+    the GPU worked, or None if unknown; "peak_bytes" is this process's peak memory on the GPU. On a
+    CPU, the row has no "peak_bytes".
     device: such as "cuda:0".
     """
     row: ResultRow = {}
