@@ -298,7 +298,8 @@ def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints
 class DocumentSettings:
     """The settings by which the documents of a table become samples for a language model.
 
-    columns: the column of text or of token numbers, in a list. None takes the only such column.
+    columns: the column of text or of token numbers, in a list. None takes the only column besides
+    users, prompts, labels and row numbers.
     prompt: the column of prompts, which stand before the text and have no loss; or None.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and no change of token numbers.

@@ -131,7 +131,7 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 
     config: overrides in one text or a list, or a complete configuration.
     allow: packages besides raysim whose classes and options may be used.
-    Raise `RefusedError` for data that cannot be split.
+    Raise `RefusedError` for wrong settings, and for data that cannot be read or split.
     """
     with errors_as_refusals():
         node = _compose_node(config, allow)

@@ -204,7 +204,8 @@ def _run_with_restarts(
 ) -> Result:
     """Execute a run; if a process is lost, restart from the last checkpoint.
 
-    Without a checkpoint, the run restarts where it began.
+    Without a checkpoint, the run restarts where it began. Raise `ProcessLostError` after
+    `MAX_LOSSES` losses in a row without a new checkpoint.
     place: the run's folder, and the checkpoint at which the run began, if any.
     quiet: True prints only warnings and errors.
     """
