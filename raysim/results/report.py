@@ -546,8 +546,9 @@ def result_columns(
 ) -> list[Column]:
     """Return the columns of the table of results, with a row for each group.
 
-    Numbers are mean ± sample standard deviation over seeds. Each group is compared by a paired
-    t-test with the first group that has the same data and partition.
+    Numbers are mean ± sample standard deviation over seeds; the number of rounds is only a mean. In
+    columns with a best score, each group is compared by a paired t-test with a reference. It is the
+    first group that has the same data and partition.
     limit: the most target scores that get a column; the highest ones that a run reached are taken.
     It has no effect if `view.columns` names the columns.
     """

@@ -90,7 +90,7 @@ def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> 
 
     clients: the clients that have samples in the copy. Each of them gets the training and the test
     samples of `clients[0]`.
-    central: the number of samples of the central test set in the copy.
+    central: the largest number of samples of the central test set in the copy.
     """
     train = _repeat_samples(data.partition.train, clients)
     partition = Partition(train, _repeat_samples(data.partition.test, clients))
