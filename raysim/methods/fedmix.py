@@ -17,8 +17,8 @@ Choices where the paper and the public implementations differ
 - Public implementations have taylor_scale="public".
 - l3 has the total factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
   loss has the factor lam.
-- The pairs of a step are drawn without replacement. pairs="each" is the rule of the FedBR paper,
-  pairs="one" that of the FedMix paper.
+- Received pairs of a step are drawn without replacement. pairs="each" is the rule of the FedBR
+  paper, pairs="one" that of the FedMix paper.
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
   The paper averages all samples of a client.
 - fresh=True is for reproducing the numbers of FedBR's code.

@@ -380,8 +380,9 @@ class FRAug(Method):
         """Return how much more a job costs than plain training, as a number of trained samples.
 
         The cost has two parts: a forward pass of the model in eval mode, and the passes of
-        generator and RTNet. The second part is estimated from the number of parameters of these
-        networks, compared with the model. The estimate is too high for a model with convolutions.
+        generator and RTNet. Without RTNet, generator_metric="mse" needs no such forward pass. The
+        second part is estimated from the number of parameters of these networks, compared with the
+        model. The estimate is too high for a model with convolutions.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)

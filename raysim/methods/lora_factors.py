@@ -57,9 +57,9 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
     """Refuse runs in which the server cannot replace the factors A and B of the adapters.
 
-    Methods whose server splits products B A into new factors call this function. It refuses the
-    methods in `KEEPERS`, which store a value for each entry of A and B. It also refuses grouped
-    convolutions, because B A does not have their shape.
+    Methods whose server replaces A and B in each aggregation (FlexLoRA, FLoRA) call this function.
+    It refuses the methods in `KEEPERS`, which store a value for each entry of A and B. It also
+    refuses grouped convolutions, because B A does not have their shape.
     """
     for other in KEEPERS:
         run.excludes(

@@ -8,8 +8,8 @@ trained last, and u_l in {0, 1} the choice for layer l. Training starts from
 
 The whole model is trained and averaged as in FedAvg. With PartialFed-Fix, the setting `strategy`
 decides u. With PartialFed-Adaptive, each client trains the logits pi [L, 2] of a policy, while the
-model is constant. Then u is column 0 of softmax((pi + Gumbel noise) / tau). Afterwards a layer is
-loaded if pi_l0 >= pi_l1.
+model is constant. In this training, u is column 0 of softmax((pi + Gumbel noise) / tau). Afterwards
+a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
 - The training of the policy is a reconstruction: code and text of the paper were not available.
@@ -369,7 +369,8 @@ def _mix(
 def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
     """Return the shared tensors by path, mixed from received and previously trained values.
 
-    The result is differentiable with respect to `shares`.
+    The result is differentiable with respect to `shares`. `_fold_statistics` replaces the tensors
+    of BatchNorm layers.
     shares: [layers], from 0 to 1, the weight of each layer's received values.
     """
     entries = [

@@ -219,9 +219,10 @@ def rows_by_samples(
 ) -> np.ndarray:
     """Draw some of the stored means without replacement; return their numbers, int64 [size].
 
-    The means of client c have `per_client` numbers, from c * per_client on. The probability of a
-    mean is in proportion to the samples of its client.
-    ends: float64 [clients], the cumulative probabilities of the clients.
+    Clients without samples have no means and are not counted. The means of client c have
+    `per_client` numbers, from c * per_client on. The probability of a mean is in proportion to the
+    samples of its client.
+    ends: float64 [clients with samples], the cumulative probabilities of these clients.
     """
     # Except for rounding, the distribution is that of `Generator.choice` without replacement, but
     # the computing time does not grow with the table.
@@ -247,8 +248,8 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
     """Return the start and the width of k clients' intervals in [0, 1), both float64 [k].
 
     The width is the probability of the client.
-    ends: [all clients], the ends of all clients' intervals.
-    clients: int64 [k], the client numbers.
+    ends: [clients with samples], the ends of these clients' intervals.
+    clients: int64 [k], the clients' positions in `ends`.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first

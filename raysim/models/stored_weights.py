@@ -161,8 +161,9 @@ class StoredLayer(nn.Module):
 def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Store the frozen weights of a model in the type `lora.base`; change the model in place.
 
-    With "float32" nothing changes. Otherwise, raise ValueError if the model has no weight to store.
-    Also raise ValueError if the weight of a layer with an adapter is not a parameter.
+    With "nf4", embeddings are stored in bfloat16. With "float32" nothing changes. Otherwise, raise
+    ValueError if the model has no weight to store. Also raise ValueError if the weight of a layer
+    with an adapter is not a parameter.
     dtype: the type of the computation.
     """
     if lora.base == "float32":
