@@ -39,7 +39,7 @@ class Call:
     ref: the reference to the answer.
     bytes_read: the bytes of client states that were read from disk.
     value: the answer; None before it arrives.
-    deaths: the number of workers that died while they executed this call.
+    deaths: how often a worker died while it executed this call.
     """
 
     worker: int
@@ -66,8 +66,9 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 class WorkerCalls:
     """The object that makes calls to workers, and repeats them if a worker dies.
 
-    If a worker is not replaced, because its node is lost, other workers get its calls. The
-    attribute `workers` counts all workers; `active` lists those that get new calls.
+    Other workers get the calls of a worker that is not replaced. This happens if its node is lost,
+    or if workers die too often. The attribute `workers` counts all workers; `active` lists those
+    that get new calls.
     timeout_s: a worker that does not answer for this number of seconds counts as dead.
     """
 

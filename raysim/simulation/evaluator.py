@@ -325,7 +325,8 @@ class Evaluator:
         """Return the tasks that score the shared model; each task is one batch of samples.
 
         Their order is: test samples of clients, test samples of unseen clients, the central test
-        set, validation samples.
+        set, validation samples. If clients have personal models, there are no tasks for validation
+        samples.
         """
         parts = [
             self._rows(self.tests, clients),

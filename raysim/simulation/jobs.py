@@ -1,7 +1,7 @@
 """The jobs of a run with their states, from the plan to their end.
 
-The plan says soon after a job's dispatch how the job will end. Only jobs whose updates will be
-aggregated are sent to workers.
+If the planner is ahead of the training, the end of a job is known soon after its dispatch. Only
+jobs whose updates will be aggregated are sent to workers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class JobState(enum.StrEnum):
     """The state of a job, from the plan to its end.
 
     PLANNED: the base version of the job does not exist yet.
-    DISPATCHED: the base version exists.
+    DISPATCHED: the base version exists, but it is not known yet how the job will end.
     IN_FLIGHT: it is known that the update will be aggregated, so a worker will train the job.
     FAILED: the job raised an error, or its result is not finite.
-    LOST: the client dropped out.
+    LOST: the client dropped out or became unavailable.
     DISCARDED: the update was too stale, or is not needed.
     """
 

@@ -1,7 +1,7 @@
 """Compute the load of a job: the samples to process, and the floats that its client exchanges.
 
-The load is known at the dispatch of the job. It depends on the settings, the methods and the sizes
-of tensors.
+The load is known at the dispatch of the job. It depends on the client, the settings, the methods and
+the sizes of tensors.
 """
 
 from __future__ import annotations
@@ -289,6 +289,8 @@ def make_planner(
 
     network: the run's topology; None calls `make_network`.
     sent_floats: as in `Loads`.
+    Raises ValueError if the selection measures losses, but the models that clients receive are
+    compressed.
     """
     if network is None:
         network = make_network(spec, declarations, fleet)

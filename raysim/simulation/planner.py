@@ -181,7 +181,7 @@ class Site:
 
 
 class Planner:
-    """The simulation of a schedule and a fleet on virtual time, before any training.
+    """The simulation of a schedule and a fleet on virtual time, without training.
 
     counts: int64 [clients], the number of training samples of each client. A client without samples
     is never dispatched.
