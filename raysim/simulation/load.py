@@ -1,7 +1,7 @@
 """Compute the load of a job: the samples to process, and the floats that its client exchanges.
 
-The load is known at the dispatch of the job. It depends on the client, the settings, the methods and
-the sizes of tensors.
+The load is known at the dispatch of the job. It depends on the client, the settings, the methods
+and the sizes of tensors.
 """
 
 from __future__ import annotations
