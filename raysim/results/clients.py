@@ -108,7 +108,7 @@ def write_clients(
 
     scores: the last scores of the clients; None if there are none.
     network: the topology; None for a single model. With several replicas, the file has each
-    client's replica, unless clients may move between replicas.
+    client's replica. If clients may move, it is the replica that `scores` has for the client.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients

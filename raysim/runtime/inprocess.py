@@ -136,7 +136,8 @@ def run(
     """Run in this process; yield the events of the run.
 
     Afterwards the settings of torch and NumPy are as before.
-    folder: where the model and the checkpoints are written; "" writes none.
+    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
+    writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     """
     with preserve_torch_settings():
