@@ -189,7 +189,8 @@ class DampedMargin(Method):
         """Return the cross-entropy of damped logits, which replaces the task loss `loss`.
 
         The logits of each sample are multiplied by 1 - sigmoid(margin / temperature). The margin is
-        the label's logit minus the largest other logit.
+        the label's logit minus the largest other logit. For soft targets, the label is the class
+        with the largest weight.
         """
         targets = out.batch.targets
         damped = damped_logits(out.logits, _heaviest_class(targets), self.temperature)

@@ -217,8 +217,8 @@ class PartialFed(Method):
     def begin(self, job: LocalJob) -> None:
         """Start from the received model, with some layers of the client's last trained model.
 
-        If the client's last trained model is missing, or more than `max_staleness` aggregations
-        old, all layers are the received ones.
+        All layers are the received ones if the client has no last trained model. They also are if
+        more than `max_staleness` aggregations have passed since this model's base version.
         """
         job.report["loaded"] = 1.0
         if not len(job.state["model"]) or self._is_stale(job):

@@ -41,7 +41,8 @@ def num_trimmed(count: int, share: float) -> int:
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     """Return the mean of each column of `updates` [m, d], without its extreme values.
 
-    share: 0.2 leaves out the largest 20 % and the smallest 20 % of the m values.
+    share: 0.2 leaves out the largest 20 % and the smallest 20 % of the m values. Both numbers of
+    values are rounded down.
     """
     count = len(updates)
     cut = num_trimmed(count, share)
