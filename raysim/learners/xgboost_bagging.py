@@ -83,7 +83,7 @@ class XGBoostBagging(Learner):
     def upload_bytes(self, task: Task, received: int) -> int:
         """Return an upper bound for the size of the trees that a job adds, in bytes.
 
-        The bound is reached if every tree has all nodes down to `depth`.
+        The bound assumes that every tree has all nodes down to `depth`.
         received: has no effect.
         """
         classes = task.num_classes if task.num_classes > 2 else 1

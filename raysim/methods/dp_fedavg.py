@@ -184,8 +184,8 @@ class DPFedAvg(Method):
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
         """Raise ValueError if the server would see values to which this method adds no noise.
 
-        Such values are buffers, and single updates that another method reads. The returned sequence
-        of warnings is always empty.
+        Such values are buffers, single updates that another method reads, and what another method
+        uploads besides updates. The returned sequence of warnings is always empty.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:

@@ -259,7 +259,8 @@ class FedBR(Method):
         """Return the cost of the pseudo-data, as a number of trained samples.
 
         Training on pseudo-data costs as much as training on the batches. If the received model
-        makes a forward pass over new pseudo-data in every step, a third of this cost is added.
+        makes a forward pass over new pseudo-data in every step, a third of this cost is added. If
+        `lam` and `mu` are 0, the cost is 0.
         """
         if self.lam == 0 and self.mu == 0:
             return 0.0
