@@ -57,7 +57,7 @@ class WorkerView(Protocol):
     local: the settings `local.*`.
     partition: the positions of each client's training samples in the data set.
     labels: the labels of all rows of the data set.
-    statistics_layers: the BatchNorm layers of all networks that have running statistics.
+    statistics_layers: the layers of all networks that have running statistics, such as BatchNorm.
     """
 
     task: Task

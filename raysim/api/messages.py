@@ -32,8 +32,8 @@ class Probe:
     version: the base version.
     labels: [n], the labels of the samples.
     seen: [C], True for the classes in the client's training data.
-    accuracy: the trained model's accuracy on all `evaluate.probe_rows` samples, which include the n
-    samples.
+    accuracy: the trained model's accuracy on about `evaluate.probe_rows` samples, which include the
+    n samples.
     features: [n, F], the features of the trained model.
     received: [n, F], the features of the model from which training started.
     probabilities: [n, C], the trained model's probabilities.

@@ -353,8 +353,9 @@ def measure_workload(
     """Measure raysim and the plain PyTorch loops alternately, in blocks of rounds.
 
     Ray must be running.
-    root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
-    show: gets a line for each block.
+    root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures. A
+    workload that does not have 60,000 samples always gets random pictures.
+    show: gets a line for each block, and a table if `options.profile` is set.
     """
     from raysim.runtime.ray import start_workers
 
