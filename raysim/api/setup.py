@@ -565,9 +565,9 @@ class Setup:
 
         function: trains `job.model` on `job.dataset()` in any way. It may also train this method's
         networks, `job.network(name)`. If it returns None, this stands for `LocalResult()`.
-        The hooks `begin` and `end` and all hooks of the server are called as usual. Only one method
-        may declare such a function, and no method may override a hook of raysim's steps, such as
-        `loss`.
+        The hooks `begin`, `prepare` and `end` and all hooks of the server are called as usual. Only
+        one method may declare such a function. No method may override a hook of raysim's steps,
+        such as `loss`.
         """
         self.declared.train = function
 
