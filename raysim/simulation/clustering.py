@@ -2,7 +2,8 @@
 
 Source: Sattler, Mueller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed
 Multitask Optimization Under Privacy Constraints" (IEEE TNNLS 2021; arXiv:1910.01991), Algorithms 1
-to 3. Client i of a cluster has the update d_i and the weight w_i, its number of samples:
+to 3. Client i of a cluster has the update d_i and the weight w_i, its number of samples
+(1 with weighting=uniform):
 
     (1)  |sum_i w_i d_i / sum_i w_i| < eps_1   and   max_i |d_i| > eps_2
     (2)  a_ij = <d_i, d_j> / (|d_i| |d_j|)
