@@ -137,7 +137,7 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
 
 
 def checkpoints_at(url: str) -> str:
-    """Return the folder in which a run stores its checkpoints, as a path or a URL.
+    """Return the default folder of a run's checkpoints, as a path or a URL.
 
     The result is a path if the run's folder is on this machine, and otherwise a URL.
     url: the URL of the run's folder, such as "file:///a/b".

@@ -146,8 +146,9 @@ class VirtualGrid(SimpleGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return Flower's node ids of the clients that are available at the current virtual time.
 
-        Repeated calls without a message in between advance the clock to the next change of a
-        client's availability.
+        From the third call without a message in between, each call first advances the clock to the
+        next change of a client's availability. A thread that Flower started gets the nodes of the
+        ServerApp's last call, if there are any.
         """
         if not self.is_owner():  # the clock does not move in a thread that Flower started
             return list(self._nodes) or self._available_nodes()
