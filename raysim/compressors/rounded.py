@@ -292,8 +292,8 @@ class Blocks(_Partwise):
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
         """Return the arrays of a message: the blocks' scales and the 8 bits of each entry.
 
-        The scales are float32 [blocks]; the bits are uint8 [entries]. A change of these arrays
-        changes the message.
+        The scales are float32 [blocks]. The bits are uint8 [n], where n is the number of entries,
+        rounded up to a multiple of 4. A change of these arrays changes the message.
         message: uint32 [words].
         """
         blocks = self.blocks(layout)

@@ -397,7 +397,8 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Display the state of the sweep, in place of the last text.
 
-        A log gets a new line instead, at most every `LOG_INTERVAL_S` seconds.
+        A log gets a new line instead, at most every `LOG_INTERVAL_S` seconds. With `quiet`, display
+        nothing.
         text: the state, such as the number of ended trials.
         """
         if self._live:

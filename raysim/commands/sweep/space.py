@@ -165,8 +165,9 @@ def corner_points(space: Space) -> list[Point]:
 def clip_point(space: Space, point: Mapping[str, object]) -> Point:
     """Return the point with each value moved into the list or the interval of its key.
 
-    A number outside of an interval becomes the nearest end. A value that is not in a list becomes
-    the first value of the list. Keys without an entry in `space` keep their values.
+    A number outside of an interval becomes the nearest end. Other numbers for an interval are
+    rounded, see `Interval.clip`. A value that is not in a list becomes the first value of the list.
+    Keys without an entry in `space` keep their values.
     """
     clipped = dict(point)
     for key in space.keys() & point.keys():

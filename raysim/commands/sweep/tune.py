@@ -119,7 +119,7 @@ class SweepTrial(tune.Trainable):
         """Train the trial until its next measurement; return a report for Tune and the sweep.
 
         A failed trial reports its error and the worst possible metric. In a continued sweep, a
-        trial that had ended before trains nothing and returns its stored measurements.
+        trial that had ended before trains nothing: each call returns one stored measurement.
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
@@ -275,8 +275,8 @@ class Listener(tune.Callback):
     ) -> None:
         """Record a measurement or a failure of a trial.
 
-        result: the report of `SweepTrial.step`. In a continued sweep, a report without the key
-        "rows" repeats a measurement that is already recorded. It is ignored.
+        result: the report of `SweepTrial.step`. In a continued sweep, a report without the keys
+        "rows" and "error" repeats a measurement that is already recorded. It is ignored.
         """
         number = _number(trial)
         if "error" in result:

@@ -13,7 +13,7 @@ from raysim.primitives.checks import at_least, between
 
 @dataclass(frozen=True)
 class MyTopology(Topology):
-    """Several servers, each with one model and equally many clients.
+    """Several servers, each with one model and about equally many clients.
 
     servers: the number of servers.
     every: the number of aggregations between two exchanges.
