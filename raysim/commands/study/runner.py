@@ -121,7 +121,8 @@ def make_runs(
     The result maps the name of each failed run to its reason.
 
     allow: the user's own packages whose classes the options may use.
-    say: function that gets a line for each run that has ended.
+    say: function that gets a line for each run that has ended, and one about runs that were
+    finished before.
     show: function that displays the progress. Its first argument is "running: NAMES". If `parallel`
     is 1, it also gets a second text after every round, such as " · round 3/20".
 
