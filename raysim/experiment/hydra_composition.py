@@ -217,29 +217,29 @@ def _values_without_preset(options: Options, groups: tuple[str, ...], has_user_f
     has_user_files: True if there are configuration files besides raysim's own.
     """
     if has_user_files:  # the file of an option may set values of another group
-        overrides = [*_hydra_overrides(dict(options)), "~experiment"]
-        values = _values(hydra.compose("config", overrides=overrides))
+        values = _compose_without_preset(options, ())
     else:
-        values = _values_of_own_options(
-            tuple((group, names) for group, names in options if group in groups),
-            tuple(group for group, _ in options if group not in groups and group not in LISTS),
-        )
+        chosen = tuple((group, names) for group, names in options if group in groups)
+        left_out = tuple(group for group, _ in options if group not in (*groups, *LISTS))
+        values = _compose_own_options(chosen, left_out)
     return {group: values[group] for group in groups if group in values}
 
 
-@functools.lru_cache(maxsize=256)
-def _values_of_own_options(options: Options, left_out: tuple[str, ...]) -> Node:
-    """Return the values of some options. All configuration files must be raysim's own.
+def _compose_without_preset(options: Options, left_out: tuple[str, ...]) -> Node:
+    """Return the values of a configuration without a preset.
 
-    Call this function only after Hydra has started. The result is cached, because many compositions
-    have the same methods: do not change it.
-    options: the options, by group.
+    Call this function only after Hydra has started.
+    options: the chosen options, by group.
     left_out: the groups that are removed from the result.
     """
     deletions = [f"~{group}" for group in ("experiment", *left_out)]
-    return _values(
-        hydra.compose("config", overrides=[*_hydra_overrides(dict(options)), *deletions])
-    )
+    overrides = [*_hydra_overrides(dict(options)), *deletions]
+    return _values(hydra.compose("config", overrides=overrides))
+
+
+# Only for raysim's own files, because these do not change. Many compositions have the same methods.
+# Do not change a result: the next call with the same options returns it again.
+_compose_own_options = functools.lru_cache(maxsize=256)(_compose_without_preset)
 
 
 def _hydra_overrides(chosen: Mapping[str, Sequence[str]]) -> list[str]:
