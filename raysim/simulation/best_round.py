@@ -15,8 +15,8 @@ from raysim.data.partition import CSR
 class BestRounds:
     """The best round so far of each client and of the shared model, with its test scores.
 
-    The best round is the first one with the highest validation score; without validation samples,
-    the last round. If a lower score is better, pass scores times -1.
+    The best round is the first one with the highest validation score. For a client without
+    validation samples, it is the last round. If a lower score is better, pass scores times -1.
     tests: for each client, the rows of the data set that are its test samples.
     """
 

@@ -368,7 +368,7 @@ def make_client_states(
 ) -> ClientStates:
     """Return the client states of a run; every client has the initial state.
 
-    folder: the run's folder, in which states are written to disk.
+    folder: the run's folder, to which states move if they exceed `state.budget`.
     """
     settings = spec.settings
     is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer

@@ -1,6 +1,6 @@
 """The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides the order of all events before the training. Therefore jobs that will be lost or
+The planner decides how a job ends before the job is trained. Therefore jobs that will be lost or
 discarded are not trained.
 """
 

@@ -9,8 +9,8 @@ Training speed, in floating-point operations per second:
   Large-Scale Smartphone Data", WWW 2021; github.com/PKU-Chengxu/FLASH, `femnist_mean` in
   models/utils/device_util/device_util.py). Derived: 5.8, 1.8 and 0.63 GFLOP/s. A sample needs 6 x
   17.2 M operations, because LEAF's CNN makes 17.2 M multiplications in a forward pass. Tuned
-  libraries reach 15 to 30 GFLOP/s (Das et al., "Enabling On-Device Smartphone GPU based Training",
-  2022).
+  libraries reach 15 to 30 GFLOP/s on a fast phone's CPU (Das et al., "Enabling On-Device Smartphone
+  GPU based Training", 2022).
 - Tablets. Assumed: the speed of medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
   of that.
@@ -153,7 +153,7 @@ class DeviceClasses(Fleet):
         """Draw the device class of each client at random.
 
         The number of clients in a class is not random: it is the class's `share` of all clients,
-        rounded.
+        rounded up or down.
         seed: the seed of the run.
         """
         ends = np.cumsum([device_class.share for device_class in self.classes.values()])

@@ -2,8 +2,8 @@
 
 A client can be scored in up to four views:
 - `shared`: the shared model on the client's samples;
-- `own`: the client's own model on the client's samples. It has personal parameters, and a method
-  may change it (hook `personalise`);
+- `own`: the client's own model on the client's samples. It has the client's personal parameters, if
+  any, and a method may change it (hook `personalise`);
 - `finetuned`: the own model after fine-tuning it on the client's data;
 - `common`: the own model on the central test set.
 """
@@ -191,8 +191,8 @@ class Evaluator:
     def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
         """Start scoring each client with the replica that serves the client.
 
-        If no parameter is personal, some models are also scored on the central test set: each
-        replica that serves a scored client, and the mean of all replicas.
+        If there is a central test set and no parameter is personal, some models are also scored on
+        it. They are each replica that serves a scored client, and the mean of all replicas.
         mean: a reference to the mean of all replicas.
         """
         scoring = self._begin(replicas.version)
@@ -647,7 +647,7 @@ class Evaluator:
             aggregation        = global_loss - sum_ij p_i p_j L_ij
 
         On client j's samples, L_ij is the loss of client i's local model, and g_j that of the next
-        shared model. p_i is the share of client i in all samples.
+        shared model. p_i is the share of client i in the participants' training samples.
         """
         column = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))

@@ -102,8 +102,9 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
-        Then plan further aggregations, until the end of every dispatched job is known. Plan none if
-        the plan depends on updates of the returned aggregation.
+        Then plan further aggregations, until the end of every dispatched job is known, but at most
+        `MAX_PLANNED_AGGREGATIONS`. Plan none if the plan depends on updates of the returned
+        aggregation.
         Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:

@@ -51,7 +51,7 @@ class VaryingTensors:
     Sizes are numbers of floats, by the tensors' full names "method.name".
     sent, uploaded: the sizes in version 0 of tensors that the server sends, and that clients send.
     planned: for each tensor in `uploaded`, a function that returns the tensor's size. The argument
-    is the total size of the tensors that the client receives.
+    is the total size of the tensors of `sent` that the client receives.
     """
 
     sent: Mapping[str, int]

@@ -86,8 +86,8 @@ class Oort(Selection):
         - "exploration", "preferred": the present values of these options.
         - "chosen_in" [clients]: the latest round that chose the client, from 1; 0 for none.
         - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": for each of the latest rounds, the mean of samples times loss over the
-          clients in "exploited". There are at most 2 * `pacer_step` entries.
+        - "utilities": for rounds before the latest, the mean of samples times loss over the clients
+          in "exploited" after the round. There are fewer than 2 * `pacer_step` entries.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
         """
         return {

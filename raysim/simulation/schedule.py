@@ -102,8 +102,8 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 class Schedule(Protocol):
     """A rule that decides the next action.
 
-    At each instant with events, `decide` is called until it returns `Wait`, or a `Dispatch` finds
-    too few clients. A client's jobs are aggregated in the order of their dispatch.
+    At each instant with events, `decide` is called until it returns `Wait`, or a `Dispatch` without
+    a pool finds too few clients. A client's jobs are aggregated in the order of their dispatch.
     """
 
     @property
@@ -202,7 +202,8 @@ class Synchronous(_Policy):
 class Oversample(_Policy):
     """A schedule whose rounds dispatch more clients than are needed.
 
-    A round ends when `cohort` updates have arrived; all other jobs of the round are discarded.
+    A round ends when `cohort` updates have arrived; all other jobs of the round are discarded. If
+    fewer updates arrive, the round ends with its last job.
     factor: the number of dispatched clients divided by `cohort` (1.3 in Bonawitz et al., MLSys
     2019).
     """

@@ -104,7 +104,8 @@ class ScoreColumns:
         """Return columns with scores of personal models; each client has a model of its own.
 
         The columns have the mean and the worst test score, over trained clients and over unseen
-        clients. If suffix="", `_best_columns` adds further columns.
+        clients. If suffix="" and clients have validation samples, `_best_columns` adds further
+        columns.
         tested: for each client, the metric's values for the client's test samples.
         validated: the same for the client's validation samples.
         suffix: the end of the columns' names, "_finetuned" or "".
@@ -127,11 +128,12 @@ class ScoreColumns:
         """Return columns with the scores of replicas on the central test set.
 
         The columns are:
-        - the score of the mean of all replicas, and its score in its worst domain,
+        - the score of the mean of all replicas, and its score in its worst domain, if the set has
+          several domains,
         - the average and the worst of the replicas' scores,
-        - only for the main metric: the number of the best round, and the score that the mean of all
-          replicas had in that round. In the best round, the clients' models had the best mean
-          validation score.
+        - for the main metric, with validation samples: the number of the best round, and the score
+          of that mean in it. In the best round, the clients' models had the best mean validation
+          score.
 
         mean: the metric's value for each test sample, from the mean of all replicas.
         replicas: the same from each replica.

@@ -44,7 +44,7 @@ class SetScores:
     """The object that makes scoring tasks, and columns of the history from the workers' reports.
 
     A task scores one set of samples. The sets are each client's test and validation samples, the
-    central test set, and each domain of all test samples and of the central test set.
+    central test set, and each domain of the clients' test samples and of the central test set.
     """
 
     def __init__(self, spec: RunSpec):

@@ -797,7 +797,7 @@ def start_workers_in(
     identity; None compares nothing.
     packages: the packages whose versions are part of an identity.
     device: the device that is part of an identity, such as "cuda"; "" means none.
-    most: the largest number of workers at a time; 0 if none may start during the run.
+    most: the largest number of workers at a time; 0 if no further workers may start during the run.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)

@@ -278,7 +278,9 @@ def run(
     folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
     writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
-    Raises the coordinator's errors, and ProcessLostError if a process of the run dies.
+    Raises the coordinator's errors.
+    Raises ProcessLostError if the coordinator is lost or silent for too long, or if the run cannot
+    continue without a dead worker.
     """
     options = options or RayOptions()
     processes = start_processes(spec, (schedule, fleet), size, options, say, folder, resume)
