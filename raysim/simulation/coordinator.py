@@ -1,7 +1,7 @@
 """The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides how a job ends before the job is trained. Therefore jobs that will be lost or
-discarded are not trained.
+Before a job is trained, the planner decides whether the job is lost or discarded. Therefore lost
+and discarded jobs are not trained.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class Waiting:
     seconds: the wall time for which this worker has not answered.
     node: name and address of the worker's node; "" if unknown.
     replaced_after: the `seconds` after which the worker is replaced; infinity if never.
-    node_timeout: the `seconds` after which the node counts as lost; None if the node answers.
+    node_timeout: the seconds for which the node may be silent before it counts as lost; None if the
+    node answers.
     stacks: the call stacks of the worker's threads; "" if unknown.
     """
 
