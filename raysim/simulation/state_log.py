@@ -74,7 +74,8 @@ class StateIndex:
         """Return the index for the next checkpoint, after more jobs were aggregated.
 
         Changed states, and states in abandoned files, get the file number `UNWRITTEN`. So do all
-        states if the run was resumed from a checkpoint that is older than this index.
+        states if `jobs` does not begin with the clients of this index. This can happen after the
+        run was resumed from a checkpoint that is older than this index.
 
         jobs: the job that made each client's committed state, in the order in which the clients'
         first states were committed.

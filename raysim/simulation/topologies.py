@@ -236,8 +236,8 @@ class Gossip(Topology):
     "pairwise", a client draws one neighbour, and both replicas become their mean.
     weights: the weight of neighbour j in the mean of client i. It is 1 / (1 + max(d_i, d_j)) for
     "metropolis" and 1 / (1 + d_i) for "uniform". d_i is the number of neighbours of client i.
-    mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
-    started, and then adds the updates.
+    mix: "after" adds the updates to the replicas, and then exchanges them. "before" first exchanges
+    the replicas, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
     degree: for "expander", the number of neighbours of a client. A client has fewer neighbours if
     it is next to the same client in several rings.

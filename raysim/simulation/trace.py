@@ -13,8 +13,8 @@
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
 A file has the column `speed`, for one model only, or the column `flops`. Other columns are ignored.
-`raysim fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each
-client, 40 for each row and 16 for each interval.
+`raysim fleet check FILE` checks a file. After reading, a trace occupies at most 28 bytes of memory
+for each client, 40 for each row and 16 for each interval.
 """
 
 from __future__ import annotations

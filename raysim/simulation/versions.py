@@ -16,7 +16,7 @@ class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by version number, in the runtime's object store.
 
     The store has the base version of each job that has not ended. It also has the current version
-    of each replica, unless the replica is on disk.
+    of each replica, unless `unload` has recorded that this version is on disk.
     """
 
     def __init__(self, runtime: Runtime):
@@ -44,7 +44,7 @@ class Versions(Mapping[int, PublishedVersion]):
 
         The replica's previous version is dropped if no job needs it.
         make: returns the current version. It may be called until a newer version is published.
-        is_on_disk: True calls `make`, which reads from disk, only when a job needs the version.
+        is_on_disk: True calls `make`, which reads from disk, only when the version is needed.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version

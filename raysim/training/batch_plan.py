@@ -161,8 +161,8 @@ class BatchPlanner:
         `local.phases` intervals of steps in place of epochs, but at most one for each step. With
         `needs_two_rows`, arrays of fewer than two samples are left out.
 
-        Raises ValueError if the method selects samples for some epochs only, or if all arrays are
-        left out.
+        Raises ValueError if the method returns None for an epoch after it selected samples for
+        earlier ones. Also raises it if all arrays are left out.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -271,10 +271,10 @@ class BatchedLanes(LaneLoop[Lane]):
         return inputs
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Clip the gradient of each of the K lanes to the norm `local.clip`; 0 clips nothing.
+        """Clip the gradient of each of the K lanes to the norm `local.clip`.
 
         Return one tensor [K, n] for each range of n parameters that follow one another in the
-        vector.
+        vector. If `local.clip` is 0, return `gradients`.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip

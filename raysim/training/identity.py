@@ -223,8 +223,9 @@ def _check_equal(
 
 
 def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
-    """Describe all facts of a process that differ from the expected values; "" if none differs.
+    """Describe the facts of a process that differ from the expected values; "" if none differs.
 
+    After `MAX_DIFFERENCES` facts, the text has only the number of the others.
     reference: for each fact, the expected value and the identity of a process that has it.
     """
     texts = []

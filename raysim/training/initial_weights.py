@@ -74,7 +74,7 @@ class InitialWeights:
         networks: the neural networks of the run, by name.
         personal: full names of tensors that stay on the clients. The file need not have these
         tensors.
-        Raises ValueError if other tensors of file and run do not match.
+        Raises ValueError if tensors of the file and of the run do not match.
         """
         targets = _Targets(networks, personal)
         with torch.no_grad():

@@ -18,11 +18,11 @@ PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Measure a model that was just trained, next to the model that its client received.
+    """Measure a model that was just trained, next to the model from which its training started.
 
     The result has the trained model's accuracy on `rows`. It also has features of both models, and
-    class probabilities of the trained model. These are for about `PROBE_FEATURES` of the rows,
-    equally many of each class.
+    class probabilities of the trained model. These are for about `PROBE_FEATURES` of the rows: the
+    same number of each class, or all rows of a class with fewer.
 
     trainer: its vector contains the trained model.
     rows: samples of the central test set, as rows of the data set.

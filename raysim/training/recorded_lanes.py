@@ -6,7 +6,8 @@ read.
 
 If the next steps of all lanes are of the same kind, one recording contains a step of every lane.
 Otherwise each step has a separate recording. The first step of a kind is not recorded. It lets
-libraries choose kernels, and shows which values are read.
+libraries choose kernels, and shows which values are read. With several lanes, steps with unusual
+batch sizes are never recorded (`usual_batch_sizes`).
 """
 
 from __future__ import annotations

@@ -114,9 +114,13 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps on a CPU
-    have several lanes under three conditions. The model is one of raysim's small networks of linear
-    layers. Enough clients are in flight. Most clients have at least four batches of samples.
+    Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps have
+    several lanes on a CPU if all these conditions hold:
+    - Batched products can compute the steps (`_obstacle`).
+    - Model and loss are part of raysim, and the model is small.
+    - Enough clients are in flight, and the median client has at least four batches of samples.
+    Some settings of local training allow only one lane (`_unbatched_steps`).
+
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):

@@ -97,7 +97,8 @@ class Trainer:
     """A worker's networks, data and training step, which are used for one job at a time.
 
     vector: the networks' parameters and buffers, into which each job loads its model.
-    inputs, labels: the samples of all clients, as the data set stores them.
+    inputs: the inputs of all samples of the data set, as it stores them.
+    labels: their labels, which methods may have changed.
     partition: each client's rows of training samples.
     pipeline: the augmentation and normalisation of inputs.
     precision: the type of matrix products (autocast); None means the parameters' type.

@@ -161,7 +161,9 @@ class UpdateBuilder:
         delta: Tensor,
         upload: Mapping[str, Tensor],
     ) -> tuple[float, float]:
-        """Check that an update is finite; return its mean loss per row and its delta's norm.
+        """Check that an update is finite; return its mean loss per row and its norm.
+
+        The mean loss is nan without losses. The norm is that of the shared parameters in `delta`.
 
         losses: the task loss of each step that has one.
         loss_rows: the number of rows over which each loss is a mean.

@@ -46,8 +46,8 @@ def _pool() -> ThreadPoolExecutor:
 def compile_function(function: F) -> F:
     """Compile a function of arrays and numbers with numba; return the compiled function.
 
-    The first call compiles, in about a second, and stores machine code on disk. Compiled code
-    rounds a * b + c only once and runs without Python's global lock. `function` may not call
+    The first call compiles, in about a second, and stores machine code on disk. Compiled code runs
+    without Python's global lock, and may round a * b + c only once. `function` may not call
     functions of other modules.
     """
     import numba  # slow to import, and few methods need it

@@ -111,7 +111,9 @@ class Layout:
 
 
 def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ()) -> Layout:
-    """Return the layout of the networks' tensors, network after network.
+    """Return the layout of the networks' tensors.
+
+    The parts are in the order at the top of this file; each part goes network after network.
 
     personal: the full names of the tensors that stay on the clients. Names of frozen parameters and
     of buffers that are not saved are ignored.
@@ -292,8 +294,9 @@ class Vector:
     def collect(self) -> None:
         """Let the modules use the vector again, after code that may have replaced their tensors.
 
-        The values of replaced tensors are copied into the vector. Gradients are deleted, and all
-        parameters require gradients again. Raises ValueError if the shape of a tensor has changed.
+        The values of replaced tensors are copied into the vector. Gradients are deleted, and the
+        vector's parameters require gradients again. Raises ValueError if the shape of a tensor has
+        changed.
         """
         storage = self.storage(self.data, self.counters)
         entries = [*self.layout.entries, *self.layout.counters]

@@ -446,7 +446,8 @@ class Optimizers:
 
         slice: a part of the run's vector.
         steps: this job's optimizer steps on the slice.
-        factor: the mean learning rate of these steps, divided by the job's learning rate.
+        factor: the optimizer's factor on the job's learning rate, times the mean factor of all
+        steps of the job.
         """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():

@@ -1,7 +1,8 @@
 """Cache one vector per client on the server, as rows of a tensor on disk or in memory.
 
 A cache has only the rows in use, at the beginning of space that is reserved for all rows. A
-checkpoint saves only these rows. The file on disk is deleted when the process ends.
+checkpoint saves only these rows. The file on disk has no name, so the system frees its space when
+the process ends.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def claim_rows(
 
     state: the method's server state. Two of its tensors are replaced: the rows of the cache, and
     "clients", which has the client of each row.
-    capacity: the number of rows to reserve if the cache has no reserved space.
+    capacity: the number of rows for which the cache must have space.
     cache: the name of the rows in `state`.
     """
     ids = state["clients"]
