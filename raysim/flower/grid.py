@@ -301,8 +301,8 @@ class VirtualGrid(SimpleGrid):
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
         """Send messages from a thread that Flower started; return the replies in the same order.
 
-        The thread waits for a free worker for each message without a stored reply. The virtual
-        clock does not move.
+        The thread waits for a free worker for each message that is not lost and has no stored
+        reply. The virtual clock does not move.
         """
         with self._lock:
             if self._batch_end is None:

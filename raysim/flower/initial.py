@@ -1,7 +1,7 @@
 """Get a Flower app's initial parameters, and the config that its ServerApp sends.
 
-raysim runs the ServerApp until its first message for training. This message contains the
-parameters.
+If the user names no function for the parameters, raysim runs the ServerApp until its first message
+for training. This message contains the parameters. Without a ServerApp, client 0 provides them.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ class FlowerLearner(Learner):
     the project's pyproject.toml.
     folder: the project's folder; None is the current folder.
     run_config: values that replace those in the project's run config.
-    train_config, evaluate_config: the values in the config of each message for training and of each
-    message for evaluation.
+    train_config: values in the config of each message for training. They are added to the config of
+    the ServerApp's first message, and replace values of the same name.
+    evaluate_config: the values in the config of each message for evaluation.
     parameters: "module:function" that returns the initial parameters. "" gets them from the
     project's ServerApp, or else from `get_parameters` of client 0.
 

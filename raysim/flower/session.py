@@ -56,7 +56,7 @@ class AppRun:
     client_app: "module:object" of a ClientApp, or a loaded one.
     folder: the project's folder.
     run_config: Flower's run config, which the app reads from its context.
-    seed: the seed of all random draws in the app and in the fleet.
+    seed: the seed of `random`, NumPy and torch in the app, and of the fleet.
     samples: the assumed number of samples that a training message takes; the virtual clock uses it.
     runtime: where the workers run, and their resources.
     device: the device of each worker, such as "cpu".

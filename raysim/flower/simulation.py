@@ -60,7 +60,8 @@ def start_simulation(
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
     server: None makes a server from `strategy` and `client_manager`. If a server is given, these
     two arguments have no effect.
-    config: the number of rounds, and the virtual seconds that a round waits for replies.
+    config: the number of rounds, and the virtual seconds that a round waits for replies. None runs
+    one round without such a limit.
     strategy: None is Flower's FedAvg.
     client_manager: None is Flower's SimpleClientManager.
     ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: have no effect.

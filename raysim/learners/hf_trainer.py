@@ -8,7 +8,8 @@ Choices
 - The loss is the run's. Learning rate, batch size, length of training, weight decay and clipping
   come from `local.*`. `options` sets or overrides any argument of `TrainingArguments`.
 - The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job. Its
-  weight decay leaves out biases and normalization layers.
+  weight decay leaves out biases, layers of the type LayerNorm, and layers with a name such as
+  "norm". Most BatchNorm and GroupNorm layers have weight decay.
 - The Trainer writes no files and reports nowhere.
 """
 

@@ -30,7 +30,8 @@ The two epsilons
 
 Departures from the papers
 - The default of s is that of the paper, but at least z. With noise 0 no epsilon is reported.
-- All clients have the same weight. A failed client counts as an update of zero.
+- All clients have the same weight. A failed client adds 0 to both sums, which are still divided by
+  m.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ class DPFedAvg(Method):
 
         With noise, also write epsilon, the privacy loss of all rounds so far.
         bound: the clipping bound.
-        within: the share of unclipped updates, noisy if the bound adapts.
+        within: the share of unclipped updates; noisy if the bound adapts and `noise` is above 0.
         """
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}

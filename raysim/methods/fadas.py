@@ -10,8 +10,9 @@ model:
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
 Departures from the paper or its code
-- "scale" and the defaults are those of the released code, "cap" is the paper's rule. With "cap" and
-  eta = 1e-3, only a staleness above 1000 lowers the rate.
+- "scale" is the rule of the released code, "cap" that of the paper. All defaults except
+  bias_correction=False are those of this code. With "cap" and eta = 1e-3, only a staleness above
+  1000 lowers the rate.
 - bias_correction=True is the released code's rule: step n divides m by 1 - beta1^n and w by 1 -
   beta2^n.
 - An update is the trained model minus the received one, as in the paper, not as in the released

@@ -114,7 +114,8 @@ def feature_distance(
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
     metric: "mmd" has Gaussian kernels, "mmd_moments" compares means and covariances, and
-    "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference.
+    "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference between row j
+    of x and row j of y, for n = k.
     x_labels: the class of each row of x, int64 [n], for "mmd_classes".
     y_labels: the class of each row of y, int64 [k]; None means `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.

@@ -64,7 +64,8 @@ def reestimate_statistics(
     Each batch has its size as its weight. Batches of one sample are left out. If no batch has more
     samples, the statistics do not change.
     model: the network, which is run on the batches.
-    layers: the BatchNorm layers whose statistics change; only these are in train mode meanwhile.
+    layers: the BatchNorm layers whose statistics change. They are in train mode meanwhile; the mode
+    of all other layers does not change.
     batches: the inputs and labels of each batch.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]

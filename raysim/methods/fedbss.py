@@ -201,6 +201,8 @@ class FedBSS(Method):
         """Compute the loss and uncertainty of each of the client's samples with the received model.
 
         The model is in eval mode, without augmentation. The values are stored in the client state.
+        Warm-up jobs compute nothing, and later only every `refresh`-th job of the client computes
+        values. With kind="all", no job does.
         Raises FloatingPointError if no loss is finite.
         """
         if not self._selects(job.version):
@@ -268,7 +270,8 @@ class FedBSS(Method):
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
         """Return the client's samples that take part in an epoch, as positions; None means all.
 
-        Every unbiased sample takes part. The share of biased samples grows with the epoch.
+        Every unbiased sample takes part, and the share of biased samples that `inclusion_fraction`
+        returns. With fraction_of="loss", all samples take part.
         epoch: the number of the epoch, from 1 to `epochs`.
         """
         if not self._selects(job.version):

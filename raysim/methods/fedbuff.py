@@ -51,7 +51,8 @@ def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
 
     weights: [K], the weight of each update.
     normalization: "count" returns K, "weights" the sum of the weights, and "none" 1.
-    Raises ValueError for any other text, and for "weights" if the sum is not positive.
+    Raises ValueError for any other text. With "weights", also raises it unless all weights are
+    finite and at least 0, and one is positive.
     """
     if normalization == "count":
         return float(len(weights))

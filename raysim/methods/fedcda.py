@@ -406,7 +406,7 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Make a client's new model the chosen one; it replaces the client's oldest cached model.
+        """Make a client's new model the chosen one; if its cache is full, replace the oldest model.
 
         Return the vector of the cache into which the caller must write the new model.
         row: the client's row in the cache.

@@ -237,7 +237,7 @@ class FedMix(Method):
         """Store all clients' pairs (mean input, mean label) in `server.state`.
 
         A pair has the same row in the tables "inputs" and "targets".
-        parts: the lists "inputs" and "targets", each with one array for each client.
+        parts: the lists "inputs" and "targets", each with one array for each client with samples.
         """
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))

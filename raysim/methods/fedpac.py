@@ -142,8 +142,9 @@ def feature_alignment_loss(
     local_prototypes: Tensor,
     local_present: Tensor,
 ) -> Tensor:
-    """Return the mean squared distance of `features` [B, D] to the prototypes of their classes.
+    """Return the mean squared difference of `features` [B, D] and the prototypes of their classes.
 
+    The mean is over the batch and the D features.
     The local prototype is used if the global one is not present. With neither, the distance is 0.
     labels: int64 [B].
     global_prototypes, local_prototypes: [C, D].
@@ -269,8 +270,9 @@ def _local_work(local: Local) -> tuple[str, int]:
 
 
 class FedPAC(Method):
-    """A method with a shared extractor and, for each client, a mixture of all clients' heads.
+    """A method with a shared extractor and, for each client, a mixture of participants' heads.
 
+    A client's mixture is over the participants of the aggregation in which it last took part.
     The server keeps a head for each client that took part. For 10 classes and 512 features, 100,000
     heads take 2 GB of memory.
 

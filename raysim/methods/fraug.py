@@ -311,8 +311,8 @@ class FRAug(Method):
     def _check(self, run: Setup) -> None:
         """Raise an error unless the run's settings fit FRAug.
 
-        FRAug needs batches of 2 samples or more, a linear head, and the number of rounds if a ramp
-        depends on this number. A model without BatchNorm only gives a warning.
+        FRAug needs batches of 2 samples or more, a linear head, and the number of rounds if a
+        setting depends on this number. A model without BatchNorm only gives a warning.
         """
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
