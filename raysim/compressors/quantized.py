@@ -59,9 +59,10 @@ def _round_randomly(
 
         s + sign(v) floor(s |v| / c + u)
 
-    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position.
+    The random number u in [0, 1) is computed from a 32-bit hash of the key and of the entry's
+    position.
 
-    values: float32 [entries]. With error feedback, the sender's next memory overwrites them.
+    values: float32 [entries]. The sender's next memory overwrites them, unless `buffer` is empty.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     key: the low and the high word of the message's random number, uint32 [2].
     steps: uint32 [CHUNK], with i * `GOLDEN` modulo 2^32 in entry i.
@@ -73,6 +74,7 @@ def _round_randomly(
         "ef14"     [entries], to fill with the decoded values    empty
         "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
+    While the sender's memory is empty, both are empty, as with "none".
     contraction: the factor by which decoded values are multiplied under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one
@@ -269,10 +271,10 @@ class _Quantizer(Compressor):
     ) -> np.ndarray:
         """Encode `values` by random rounding; return the message.
 
-        values: float32 [layout.trained]. With error feedback, the sender's next memory overwrites
-        it.
+        values: float32 [layout.trained]. The sender's next memory overwrites them, unless `buffer`
+        is empty.
         key: the number from which the random rounding is computed.
-        buffer, old_memory: as in `_round_randomly`, with layout.trained entries.
+        buffer, old_memory: as in `_round_randomly`, where `entries` is layout.trained.
         """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)

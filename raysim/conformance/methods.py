@@ -108,8 +108,8 @@ def check_declarations(make: Make) -> None:
 class WatchedRun:
     """A finished run with the content of all its messages.
 
-    uploads: the tensors that clients send next to the update.
-    personal: the networks' tensors that stay on the clients.
+    uploads: the names of the tensors that clients send next to the update.
+    personal: the names of the networks' tensors that stay on the clients.
     secrets: the names and the bytes of client states that no message may contain. States that have
     few different bytes are left out. So are states that are equal to a declared upload or to most
     of an update.

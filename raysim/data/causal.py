@@ -1,8 +1,8 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
-Documents are joined into a stream, with the token `end` before and after each document. The stream
-is cut into rows. Labels in a document's prompt, and those that fill up the last row, are `IGNORED`:
-they have no loss.
+A user's documents are joined into a stream, with the token `end` before and after each document.
+Without packing, each document is a stream of its own. A stream is cut into rows. Labels in a
+document's prompt, and those that fill up the last row, are `IGNORED`: they have no loss.
 """
 
 from __future__ import annotations

@@ -96,8 +96,9 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the names of the input columns, and the names of the columns that are left out.
 
-    columns: `data.columns`, the input columns. None takes all columns that are not in `known`,
-    except columns whose name suggests row numbers or users, such as "id" or "client".
+    columns: `data.columns`, the input columns; the second list is then empty. None takes all
+    columns that are not in `known`. It leaves out columns whose name suggests row numbers or users,
+    such as "id" or "client".
     known: the columns of labels, users and domains.
     place: the table's name in errors.
     are_separate: True if each column is a separate input.

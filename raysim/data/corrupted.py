@@ -117,7 +117,8 @@ def _draw_angles(
     """Draw an angle for each image of the rotated data set; return (rows, angle_numbers).
 
     Both are int64 [n]. Image i is image rows[i] of the clean data set, turned by
-    rotation.angles[angle_numbers[i]]. The number is `NO_ANGLE` for an image that no client has.
+    rotation.angles[angle_numbers[i]]. The number is `NO_ANGLE` for a training image that no client
+    has.
     """
     rotation, rng = source.rotation, stream(seed, "rotation")
     num_angles = len(rotation.angles)

@@ -76,7 +76,8 @@ class Partition:
     validation: rows for choosing settings or rounds, or None.
     spare: training rows that `partition.fraction` left out, or None.
     unseen: the ascending numbers of the clients that are never trained, or None.
-    with_unseen: the training rows of all clients; None without unseen clients.
+    with_unseen: the training rows of all clients. None without unseen clients, and if all data were
+    pooled into one client.
     """
 
     train: CSR

@@ -32,7 +32,8 @@ def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parq
     """Store a table as Parquet files in the cache of this machine; return the `Parquet` source.
 
     data: a table, or {"train": table, "test": table}, where "test" may be missing.
-    settings: settings of `Parquet`, such as {"label": "target"}; None uses the defaults.
+    settings: settings of `Parquet`, such as {"label": "target"}; None uses the defaults. Without
+    the table "test", the default of `test_fraction` is 0.2.
     Raise ValueError for a table that Parquet cannot store.
     """
     tables = data if isinstance(data, Mapping) else {"train": data}

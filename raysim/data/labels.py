@@ -306,7 +306,7 @@ def _to_indicators(
 
     Entry [i, k] is 1 if sample i has label k, else 0.
     rows: the labels of each sample.
-    names: None uses the labels that occur.
+    names: None uses the texts that occur, or all integers from 0 to the largest one that occurs.
     place: the name of the data in errors.
     """
     flat: list[Any] = []

@@ -106,8 +106,8 @@ class Source:
     kind: "classification", "regression", "multilabel", "positions" (a class at each position, such
     as a pixel), "causal" (language data) or "structure" (labels of several named arrays). None
     infers it from the labels.
-    ignore: the label that means "no label", which losses and scores ignore. Strips, folders of
-    pictures, and downloaded or generated samples do not use it.
+    ignore: the label that means "no label", which losses and scores ignore. Only `Arrays`, `NumPy`,
+    `Npz`, `Leaf`, `WebDataset` and the subclasses of `TableSource` use it.
     label_noise: the share of each client's training labels that change to another class.
     rotation: the rotation of images (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
@@ -349,7 +349,8 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 
     outputs: the number of the model's outputs.
     name: the name of the source in errors.
-    Raise ValueError if the labels do not fit `kind` or `outputs`.
+    Raise ValueError if labels for "regression" or "multilabel" do not fit `kind` or `outputs`. All
+    other labels are not checked.
     """
     if kind in ("classification", *POSITION_KINDS):
         return labels.astype(np.int64)

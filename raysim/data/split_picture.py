@@ -26,6 +26,7 @@ def draw_partition(data: FederatedData, path: str | Path) -> None:
     """Write a PNG with two diagrams: each client's samples by class, and the clients' sizes.
 
     The first diagram has a bar for each client. With many clients or classes, it is a heat map.
+    Only training samples count.
     """
     from matplotlib.figure import Figure
 

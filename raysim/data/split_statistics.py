@@ -27,7 +27,7 @@ def statistics(data: FederatedData) -> dict[str, object]:
 
     "sizes", "test_sizes" and "classes_per_client" have the smallest, the median and the largest
     number of a client's training samples, test samples and classes. Clients without samples do not
-    count for the classes. "unused" is the number of training rows without a client.
+    count for the classes. "unused" is the number of training rows that no client uses.
     "pooled_entropy" is the entropy of all clients' labels together, in nats. "counts" and
     "heterogeneity" are the results of `class_counts` and `heterogeneity`.
     """

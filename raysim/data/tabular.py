@@ -273,7 +273,7 @@ def _concatenate(
     """Concatenate the arrays that have the same name in all archives; return them by name.
 
     Raise ValueError if an archive lacks an array of the first one. Raise it also if arrays of one
-    name differ in type or in the shape of a row.
+    name differ in the kind of values (integers, floats, ...) or in the shape of a row.
     names: the archives' file names, for errors.
     """
     first, first_name = archives[0], names[0]

@@ -106,8 +106,8 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters (Shakespeare), a user's texts overlap and are joined to
-        longer documents.
+        If the answers are single characters (Shakespeare) and `data.field` is None, a user's texts
+        overlap and are joined to longer documents.
         texts, answers, users: the text, label and user of each sample.
         is_test: True for samples of the central test set.
         place: the name of the data in errors.

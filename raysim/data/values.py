@@ -28,7 +28,8 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
     column: an array, a tensor, a list, a column of a table, or a table, which becomes [rows,
     columns].
     place: the column's name in errors.
-    Raise ValueError for missing values, rows of different shapes and mixed types. nan is allowed.
+    Raise ValueError for missing values, rows of different shapes and mixed types. nan is missing in
+    columns of pandas and among Python objects, but allowed in arrays, tensors and lists of floats.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)

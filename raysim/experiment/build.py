@@ -328,7 +328,7 @@ def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Add to `evaluate.lower` the names of the metrics for which a lower score is better.
 
-    Return the new configuration and the new `spec`.
+    The names in `LOWER_IS_BETTER` are not added. Return the new configuration and the new `spec`.
     Raise ValueError if the user named a metric in `evaluate.lower` that the run does not have. Runs
     with a learner are not checked, because learners may report more metrics.
     """

@@ -259,7 +259,7 @@ def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
 
 # --- stored configurations ------------------------------------------------------------------------
 def _load_stored(path: str | Path | None) -> Node | None:
-    """Load a configuration to start from, without the keys `out` and `resume`.
+    """Load a configuration to start from; its keys `out` and `resume` become None.
 
     path: a path or a URL; None returns None.
     Raise `RefusedError` if the file is missing or is not a complete configuration.
@@ -322,8 +322,8 @@ def _folders_of_resumed_run(values: Mapping[str, Any]) -> list[str]:
 def _is_complete(node: Node) -> bool:
     """Return True if a configuration has all groups that every run needs, and their options' names.
 
-    Each such group must have a dictionary of settings, and the name of its option in `choices` (a
-    list of names for "method" and "observer").
+    Each such group must have a dictionary of settings. Each entry of `choices` must be the name of
+    an option, or for "method" and "observer" a list of names.
     """
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:

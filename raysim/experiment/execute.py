@@ -101,8 +101,9 @@ def run(
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option or, except for `data`, a dictionary of values by key.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or arrays
-    or tensors (inputs, labels) or (inputs, labels, users). For a central test set, give a pair: the
-    training samples and the central test samples, each in one of these forms.
+    or tensors (inputs, labels) or (inputs, labels, users). For a central test set, give
+    {"train": ..., "test": ...}, both in the same form. Except for tables, a pair (training samples,
+    central test samples) is enough.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The best trial of
@@ -113,9 +114,10 @@ def run(
     continue or repeat the run, pass the objects that are not stored.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
-    observers: your own objects, which are called at the events of a run after all other observers.
+    observers: your own objects, which are called at the events of a run. The observers that write
+    the run's files, and those of the configuration, are called first.
     quiet: print only warnings, to standard error. A `console` that you pass still gets the plan of
-    the run, the warnings and the last lines.
+    the run, the warnings and the last lines, unless it is quiet itself.
     allow: packages besides raysim whose classes and options the configuration may use.
 
     `on_round` and `observers` are not stored, and are not called if the run had finished before.

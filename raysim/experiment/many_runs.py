@@ -71,7 +71,8 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
 
     dated: what to do if the folder exists. True adds a number to the name; False raises
     `RefusedError`.
-    cleanup: a stack that closes later. Closing it removes those created folders that are empty.
+    cleanup: a stack that closes later. Closing it removes those created folders that are empty or
+    have only a lock.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():
@@ -208,7 +209,8 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
     """Return the last value of a metric, and its standard deviation over the seeds.
 
-    Both are None if no row has a value. The deviation is None for a single run.
+    Both are None if no row has a value. The deviation is None for a single run, and if a run has no
+    finite value in this row.
     rows: one row for each round; for several seeds, the rows of `mean_row`.
     """
     row = last_measured(rows, metric)

@@ -40,8 +40,8 @@ def read_method(target: str) -> MethodSource | None:
     """Read docstrings, paper and hooks of a method's class from its file, without importing it.
 
     target: the class with its module, such as "raysim.methods.fedprox.FedProx".
-    Return None if the class is outside raysim, or if a base class except `Method` is in another
-    file.
+    Return None if the class is outside raysim, has several base classes, or has a base class except
+    `Method` in another file.
     """
     module, _, name = target.rpartition(".")
     path = _source_file(module)

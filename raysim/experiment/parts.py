@@ -193,10 +193,10 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 def build_metrics(
     names: Sequence[str], allow: Sequence[str], own: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """Return the user's own metrics in `evaluate.metrics`, by name; leave out raysim's metrics.
+    """Return the user's own metrics among `names`, by name; leave out raysim's metrics.
 
-    names: the names in `evaluate.metrics`. A name with dots is the full path of a function, a
-    `raysim.Metric`, or a class whose objects can be called.
+    names: the names in `evaluate.metrics` and `evaluate.metric`. A name with dots is the full path
+    of a function, a `raysim.Metric`, or a class whose objects can be called.
     allow: packages besides raysim that the configuration may name.
     own: metrics that the user passed as Python objects, by name.
     Raise `RefusedError` for a metric that cannot be imported.

@@ -34,7 +34,7 @@ def installed_packages() -> tuple[str, ...]:
 def allow_packages(packages: Sequence[str]) -> list[Path]:
     """Check that Python finds packages; return the packages' folders `conf`.
 
-    The current folder is added to Python's search path.
+    If there are packages, the current folder is added to Python's search path.
     Raise `RefusedError` for a package that does not exist, and if `packages` is a string in place
     of a list.
     """

@@ -355,7 +355,8 @@ def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> l
 
     on_round: a function that gets the row of each round; None for no function. The result starts
     with this function's wrapper.
-    Raise `RefusedError` for an object that is not an observer.
+    Raise `RefusedError` for an object that is not an observer, and for an `on_round` that cannot be
+    called.
     """
     wrapped: list[Observer] = []
     if on_round is not None:

@@ -159,7 +159,7 @@ class Result:
         score. Without validation samples, it is the round with the lowest training loss.
         `summary["best_model"]["round"]` is the number of the best round.
         Raise `RefusedError` if the run has not finished, if clients have personal parameters, or if
-        the learner has no torch model. Raise it for `best` if no round has a finite score.
+        a learner's parameters are bytes. Raise it for `best` if no round has a finite score.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -254,7 +254,8 @@ class Result:
         client: None uses the shared model and the central test set. A number uses the client's own
         model and test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        model that the run scored last.
+        model that the run scored last. Without a checkpoint of the last round, it uses the final
+        version.
         Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
         checkpoint is missing. With client=None, also raise it if clients have personal parameters.
         """

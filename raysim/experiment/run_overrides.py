@@ -119,7 +119,7 @@ def expand_override(text: str) -> tuple[str, list[str]]:
     """Return the key of an override, and one override for each value that it lists.
 
     "seed=0,1", "seed=range(2)" and "seed=0..1" list the values 0 and 1. "method=fedavg,fedbr+mixup"
-    lists two values: one method, and a pair of methods.
+    lists two values: no method (fedavg), and a pair of methods.
     Raise `RefusedError` for a range without listed values, such as interval(0,1), and for a renamed
     group ("group@name=option").
     """
