@@ -7,10 +7,10 @@ a shallower tensor. For each kernel of a convolution:
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-In residual networks with torchvision's names, the source of a convolution is in block 0 of the same
-group of blocks, such as `layer1.0`. The source is conv2 of this block if conv2 has the shape of the
-convolution. Otherwise it is the convolution of the same name, such as conv1 for a conv1. In
-transformers, the source of norm2 is norm1.
+In residual networks with torchvision's names, a convolution after block 0 of a group of blocks has
+its source in this block 0, such as `layer1.0`. The source is conv2 of this block if conv2 has the
+shape of the convolution. Otherwise it is the convolution of the same name, such as conv1 for a
+conv1. In transformers, the source of norm2 is norm1.
 
 Departures from the paper
 - As in the authors' code, all updates with a source are changed, theta is clamped, and g' is
@@ -64,7 +64,8 @@ def cross_layer_gradient(
     Both are CPU tensors of the same shape.
 
     granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
-    whole tensor as one vector.
+    whole tensor as one vector. Slices of a single entry, such as 1x1 kernels, are mixed as with
+    "tensor".
     align: "conflict" mixes only slices whose inner product is negative; "always" mixes all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
     value_clip: the largest absolute value that an entry of the result may have; None for no bound.
@@ -81,7 +82,8 @@ def cross_layer_gradient(
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
     """Return the update of a layer as n rows of k values, [n, k].
 
-    A row is a kernel. With granularity="tensor" or 1x1 kernels, the single row is the whole tensor.
+    A row is a kernel. With granularity="tensor", or without kernels larger than 1x1, the single row
+    is the whole tensor.
     The result shares the memory of contiguous `values`.
     """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1

@@ -177,7 +177,7 @@ class ClientRanks:
     entry, which holds for all clients.
     sizes: two numbers for each adapter. The first is the adapter's rank in the model. The second is
     the length of a row of A plus the length of a column of B, in floats.
-    is_equal: True if all clients have the rank of the model.
+    is_equal: True if the setting `ranks` is None, so that all clients have the rank of the model.
     """
 
     of_client: np.ndarray

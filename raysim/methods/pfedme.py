@@ -59,7 +59,8 @@ class PFedMe(Method):
     """A method in which each client trains a personal model that is pulled to the shared model.
 
     steps: the number of steps of the personal model on each batch.
-    lam: the personal loss includes lam / 2 times the squared distance to the shared model.
+    lam: the personal loss includes lam / 2 times the squared distance to the job's local model w,
+    which starts as the shared model.
     personal_lr: the learning rate of the personal model.
     beta: the server's learning rate.
     """

@@ -55,8 +55,8 @@ class PseudoData:
     start, as in the released code.
     sources: how samples are drawn; the module's docstring describes the rules.
     proxy: the source of the public set; "rsm" does not use it.
-    fresh: True computes new means in each job from all clients' raw samples. A real system could
-    not do this.
+    fresh: True computes new means in each job from all clients' raw samples, so clients send no
+    means before round 0. A real system could not do this.
     Raises ValueError for settings that do not fit together.
     """
 

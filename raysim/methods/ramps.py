@@ -1,4 +1,4 @@
-"""Ramps: weights between 0 and 1 that grow over the rounds of a run.
+"""Ramps: weights between 0 and 1 that grow over the rounds of a run, or stay constant.
 
 The ramp "exp" is from FRAug (Chen et al., ICCV 2023), and "laine_aila" from temporal ensembling
 (Laine and Aila, ICLR 2017).

@@ -287,8 +287,8 @@ class Vhl(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add two terms to the loss: a cross-entropy of virtual images, and an alignment loss.
 
-        The first term has the weight alpha. The second term has the weights gamma and kappa, and
-        ends after a job's first `align_epochs` epochs.
+        The first term has the weight alpha. The second term has the weights gamma and kappa. It
+        ends after a job's first `align_epochs` epochs; with local.steps it does not end.
         """
         if not self._needs_virtual(job):
             return loss

@@ -25,7 +25,7 @@ WIDTH, HEADS, BLOCKS = 256, 4, 7
 class Cct7(ModelRecipe):
     """A recipe for CCT-7/3x1: seven transformer blocks on the tokens of one 3x3 convolution.
 
-    Training draws random numbers, unless both rates are 0.
+    Without adapters, training draws random numbers unless both rates are 0.
     attention_dropout: the dropout rate of attention probabilities.
     drop_path: the rate of stochastic depth in the last block. It grows linearly from 0 in the first
     block.

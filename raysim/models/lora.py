@@ -103,6 +103,7 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Add adapters to the layers in front of a model's head; return the model.
 
+    With rank 0, the model does not change.
     Only the adapters and a separate head are trained. All other parameters are frozen and do not
     travel between server and clients.
     Raise ValueError if peft is missing, or a layer cannot have an adapter of this rank.

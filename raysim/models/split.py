@@ -23,11 +23,11 @@ MAX_LAYERS_IN_MESSAGE = 5
 
 
 class SplitNetwork(Classifier):
-    """A network that is split into features and its last linear layer, the head.
+    """A network that is split into features and the linear layer of its outputs, the head.
 
-    net: the original network, which computes the features. In it, an identity replaces the last
-    linear layer.
-    head_name: the name of the last linear layer.
+    net: the original network, which computes the features. It is changed in place: an identity
+    replaces the head.
+    head_name: the name of the head in the original network.
     """
 
     def __init__(self, net: nn.Module, head_name: str):

@@ -172,8 +172,8 @@ class Report:
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
         """Write an HTML page, LaTeX tables and figure files; return their paths, the page first.
 
-        formats: the types of figure files, "pdf", "svg" or "png". With (), only the page shows
-        figures.
+        formats: the types of figure files, "pdf", "svg" or "png". With (), only the page and its
+        PNGs show figures. The paths of these PNGs are not returned.
         """
         from raysim.results.page import write_report
 
@@ -226,8 +226,8 @@ def report(
     percent: True shows scores between 0 and 1 in percent.
     thresholds: target scores of the table `thresholds`. () takes scores from `rounds_to` in the
     summaries: the highest ones that any run reached, four in the table and two on the HTML page.
-    bold: "best" makes the best value of a column bold. "clear" does so only if its distance from
-    the second-best value is larger than both standard deviations.
+    bold: "best" makes the best value of a column bold. In columns with standard deviations, "clear"
+    does so only if its distance from the second-best value is larger than both deviations.
     width: the width of the figures in inches.
     warn: gets a sentence about skipped folders.
 

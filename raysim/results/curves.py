@@ -189,7 +189,7 @@ def in_percent(curve: Curve) -> Curve:
 def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
     """Draw curves against one quantity, such as rounds or traffic.
 
-    If no curve has a value of this quantity, draw a note instead.
+    If this quantity is 0 at all points, draw a note instead.
     axis: the quantity on the horizontal axis.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator

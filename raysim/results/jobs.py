@@ -40,7 +40,8 @@ class Jobs:
     start, finish: the begin and the end in virtual seconds.
     fate: the end of the job, a position in `FATES`.
     round: the aggregation for which the update was planned. For a lost or discarded job, it is the
-    next aggregation after the job's end. For a job in flight, it is the run's last round plus 1.
+    next aggregation after the loss or the decision to discard. For a job in flight, it is the run's
+    last round plus 1.
     staleness: the staleness of an aggregated or failed job; 0 for all other jobs.
     """
 

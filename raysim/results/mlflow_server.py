@@ -418,6 +418,7 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
 
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
     example: two inputs, [2, ...], with which PyTorch traces the model.
+    folder: the run's folder. The model is written to the folder `mlflow_model` in it.
     Raises PyTorch's error if the model cannot be traced.
     """
     set_mlflow_environment()

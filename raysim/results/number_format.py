@@ -1,7 +1,7 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-A standard deviation gets the unit and the decimals of its mean. For this purpose, functions get the
-mean as the argument `like`, which is None for other numbers. A missing number becomes a dash.
+A standard deviation gets the unit and the decimals of its mean. For both, functions get the mean as
+the argument `like`, which is None for other numbers. A missing number becomes a dash.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class UnitFormat:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
         value: None, for a missing number, becomes "–".
-        like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation
-        gets as many decimals as its mean. Another number gets at most three significant digits
-        below 1000, and no decimals from 1000 on.
+        like: if `value` is a mean or its standard deviation, the mean; otherwise None. Both get the
+        decimals that show three significant digits of the mean. Another number gets at most three
+        significant digits below 1000, and no decimals from 1000 on.
         unit_of: a number that decides the prefix in place of `like` or `value`.
         """
         text = format_count(value, like=like, unit_of=unit_of)
@@ -89,9 +89,9 @@ def format_count(
     """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
     value: None, for a missing number, becomes "–".
-    like: if `value` is a standard deviation, its mean; otherwise None. A standard deviation gets as
-    many decimals as its mean. Another number gets at most three significant digits below 1000, and
-    no decimals from 1000 on.
+    like: if `value` is a mean or its standard deviation, the mean; otherwise None. Both get the
+    decimals that show three significant digits of the mean. Another number gets at most three
+    significant digits below 1000, and no decimals from 1000 on.
     unit_of: a number that decides the prefix in place of `like` or `value`.
     """
     if value is None:
@@ -120,9 +120,9 @@ def format_seconds(
     """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
     value: the time in seconds; None, for a missing time, becomes "–".
-    like: if `value` is a standard deviation, its mean in seconds; otherwise None. A standard
-    deviation gets as many decimals as its mean. Another time gets at most three significant digits
-    below 1000, and no decimals from 1000 on.
+    like: if `value` is a mean or its standard deviation, the mean in seconds; otherwise None. Both
+    get the decimals that show three significant digits of the mean. Another time gets at most three
+    significant digits below 1000, and no decimals from 1000 on.
     unit_of: a time in seconds that decides the unit in place of `like` or `value`.
     """
     if value is None:

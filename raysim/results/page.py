@@ -329,6 +329,7 @@ def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePa
     """Return the page's part with the curves, and write the curves as PNGs.
 
     Each metric and loss has a row of plots, with one plot for each horizontal axis, such as rounds.
+    If only rounds are shown, all plots are in one grid.
     groups: one group of runs for each setting.
     """
     rows: list[Shown] = []
@@ -468,7 +469,7 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
     The table has up to `LOWEST_USERS` clients of each group's first run, with the names of their
-    users. Without users and scores, return [].
+    users. If no first run stores both users and scores, return [].
     factor: 100 shows scores in percent, 1 shows them unchanged.
     """
     labels: list[str] = []

@@ -81,7 +81,7 @@ class NoTracker:
 class StoredTracker:
     """A tracker that keeps a run in its folder, from which `raysim ui` sends it to MLflow.
 
-    The backlog file keeps rows that are not yet in history.parquet.
+    The backlog file keeps all rows until the run has ended and history.parquet has them.
 
     experiment: the name of the experiment in MLflow.
     name: the name of the run in MLflow; "" uses the name of the folder.
@@ -265,7 +265,7 @@ class Tracker(StoredTracker):
     uri: the address of MLflow's server or database; "" uses the SQLite file next to the folder.
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence. It may be called from another thread.
-    patience: the most seconds to wait for MLflow at the end of the run.
+    patience: the most seconds to wait for MLflow at the end of the run, and in `wait_until_known`.
     command: the command that resumes the run. If rows were not sent, a message to the user has it.
     """
 
