@@ -167,7 +167,7 @@ class Compressor(Method):
 
         values: [layout.trained], on any device.
         key, kept: the arguments of `encode`.
-        Raise ValueError if the message does not have the size that `words` returns.
+        Raise ValueError unless the message is uint32 and has the size that `words` returns.
         """
         sent = values.to("cpu", torch.float32)
         message = self.encode(sent, layout, key, kept)

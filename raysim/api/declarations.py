@@ -105,8 +105,8 @@ class Task:
     def metric(self) -> MetricRule:
         """The main metric of the task, such as accuracy.
 
-        The scores of this metric decide the best round of a run and the best trial of a sweep. A
-        run reports the round in which the score first reaches each value of the setting
+        The scores of this metric decide the best round of a run and, by default, the best trial of
+        a sweep. A run reports the round in which the score first reaches each value of the setting
         `thresholds`.
         """
         return self.metrics[0]
@@ -273,8 +273,8 @@ class Local:
     steps: the number of batches of a job; None with `epochs`.
     sampling: "shuffle" makes passes in a new random order; the last batch of a pass may be smaller.
     "replacement" draws every batch at random, with replacement.
-    phases: with `steps`, the number of parts of a job. Methods that select samples for each epoch
-    then select samples for each part.
+    phases: with `steps`, the number of parts of a job, at most `steps`. Methods that select samples
+    for each epoch then select samples for each part.
     keep_optimizer: True keeps a client's optimizer state for the client's next job.
     """
 
@@ -440,8 +440,8 @@ class Local:
     def budget(self, samples: int) -> float:
         """Return how many samples a job trains on, summed over all of its epochs or steps.
 
-        The true number is smaller if a method selects samples. It is also smaller if the last batch
-        of a pass is small or left out.
+        The true number may be smaller if a method selects samples, or if the last batch of a pass
+        is small or left out.
         samples: the number of the client's training samples.
         """
         if self.epochs:
@@ -484,7 +484,7 @@ class Participation(NamedTuple):
     samples: the number of the client's training samples.
     trained_samples: the planned number of samples that the job trains on.
     earlier_jobs: the number of the client's jobs that were dispatched before.
-    aggregated_jobs: the number of the client's jobs that were aggregated before this version.
+    aggregated_jobs: the number of the client's jobs in earlier aggregations, with failed jobs.
     client: -1 if it is unknown.
     """
 

@@ -172,7 +172,7 @@ class StateNames:
 
 
 def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
-    """Raise HookError if a job has removed or added an entry of its client state.
+    """Raise HookError if a job has removed a client state, or added an undeclared one.
 
     state: the client state at the end of the job, by "method.name".
     before: the names of the entries at the job's start, none of which may be missing.

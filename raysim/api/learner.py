@@ -1,7 +1,8 @@
 """Define learners: models that are not `torch.nn.Module`s, such as those of scikit-learn.
 
-The parameters of a learner are arrays in nested dictionaries, lists and tuples. raysim copies them
-into the run's flat vector, and treats them like the parameters of a neural network.
+The parameters of a learner are arrays in nested dictionaries, lists and tuples, or bytes. raysim
+copies arrays of floats into the run's flat vector, and treats them like the parameters of a neural
+network.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ class LocalJob:
         """Yield (slice, steps, rate) for each range of parameters that an optimizer has trained.
 
         `slice` is a contiguous range of the shared parameters in the flat vector. `steps` is the
-        number of optimizer steps on it so far, `rate` the mean learning rate of these steps.
+        number of optimizer steps on it so far. `rate` is their learning rate, with the mean of
+        `Local.step_factors` over all steps of the job.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor

@@ -13,7 +13,8 @@ from raysim.primitives.checks import at_least
 class LocalResult:
     """The result of a job that a method trained with a function of its own (`run.train`).
 
-    `samples` and `steps` are only recorded; they do not change virtual time.
+    `samples` and `steps` do not change virtual time. Methods such as FedNova read `steps`
+    (`LocalJob.moves`), and the history weights `loss` by `samples`.
 
     loss: the mean training loss over the samples; nan if it is unknown.
     samples: the number of trained samples; a sample counts once in each epoch.

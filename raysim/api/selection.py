@@ -25,7 +25,7 @@ class ClientFacts:
     """The facts that the server knows about each client: arrays [clients]; nan means unknown.
 
     participations: the number of jobs dispatched so far.
-    accepted: the number of jobs aggregated so far.
+    accepted: the number of jobs in the aggregations so far; failed jobs count, too.
     loss: the mean training loss of the last aggregated job.
     norm: the Euclidean norm of the last aggregated job's update. `loss` and `norm` are nan if the
     rule does not name them in `reports`.

@@ -438,8 +438,8 @@ class Setup:
         the server state `name` is sent.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        once: True sends it with a client's first job only. raysim computes it before round 0, and
-        again when it continues a run; the value must be the same.
+        once: True sends it with a client's first job only; later jobs see it, too. raysim computes
+        it before round 0, and again when it continues a run; the value must be the same.
         when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
         other jobs must not use it.
         varies: True allows other sizes than `floats` after version 0. Planning then waits for the
@@ -618,7 +618,8 @@ class Setup:
 
         choose(job, epoch, epochs) is called for epochs 1 to `epochs`. It returns positions (int64)
         in the client's samples; None for epoch 1 means all samples in all epochs. With the setting
-        `local.steps`, a job is divided into `local.phases` parts, and each part counts as an epoch.
+        `local.steps`, a job is divided into `local.phases` parts (at most `local.steps`), and each
+        part counts as an epoch.
         """
         self.declared.select = choose
 

@@ -163,7 +163,7 @@ class Network:
     make this number of aggregations of its own. Otherwise all aggregations of the run count.
     seconds: the virtual seconds between two exchanges; 0 uses `every`.
     link_seconds: the virtual seconds that an exchange takes.
-    link_floats: the floats that all replicas together send in an exchange.
+    link_floats: the floats that travel in an exchange, for all replicas together.
 
     own_schedules: True gives each replica a schedule of its own.
     on_clients: True if clients store their replicas, so that jobs do not send or receive the model.
@@ -241,7 +241,7 @@ class Network:
         return np.split(clients[order], ends)
 
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
-        """Yield the exchanges of replicas after an aggregation, one after another.
+        """Yield the exchanges of replicas in an aggregation, one after another.
 
         An exchange is a list of weighted means. All means of an exchange are computed before any
         replica changes. With `pairwise`, there is an exchange for each of `replicas` that has a

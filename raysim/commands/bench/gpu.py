@@ -295,8 +295,8 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     measured device instead, and modes with graphs are left out.
 
     "distance" in a row is the largest difference between the results of the two runs, divided by
-    the largest change of a parameter in the reference run. "allowed" is the largest distance that
-    is accepted.
+    the largest change of a parameter in the reference run in float64. "allowed" is the largest
+    distance that is accepted.
 
     make: the class of the method; None stands for FedAvg.
     """

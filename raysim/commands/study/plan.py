@@ -36,7 +36,8 @@ class StudyRun:
 
     name: the name of the run's folder.
     settings: maps keys to the run's values, such as {"method": "fedprox", "partition.alpha":
-    "0.1"}. It has the key `method`, and all other keys that vary in the study except the seed.
+    "0.1"}. It has the key `method`, and the run's other keys that vary in the study, except the
+    seed.
     is_finished: True if the run's folder is complete.
     warnings: warnings about `config`, for the user.
     """

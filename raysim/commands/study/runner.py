@@ -198,6 +198,7 @@ def _run_one_by_one(
 ) -> Generator[RunEnd]:
     """Execute runs one after another in this process, on one Ray cluster; yield each outcome.
 
+    After a failed run, the connection to Ray is closed and opened again.
     begin: function that is called with each run before it starts.
     show_progress: function that gets a text such as " · round 3/20" after every round.
     """

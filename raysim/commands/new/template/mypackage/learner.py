@@ -14,8 +14,8 @@ from raysim.primitives.checks import in_range
 class MyLearner(Learner):
     """A learner that predicts the class whose mean image is nearest.
 
-    A job moves each mean image towards the average of the client's images. The server averages the
-    mean images of all jobs.
+    A job moves each mean image towards the average of the client's images of this class. The server
+    averages the mean images of all jobs.
     share: the fraction of the way to the client's average, above 0 and at most 1.
     """
 
