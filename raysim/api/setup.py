@@ -374,8 +374,9 @@ class Setup:
     def fixed_parameters(self, names: Sequence[str]) -> None:
         """Freeze parameters, such as "model.head.weight", at their initial values on all clients.
 
-        These parameters are not sent, and clients do not store them. A stage that trains one raises
-        ValueError. Fine-tuning before a score may change them in the scored model.
+        These parameters are not sent, and clients store them only along with other client state. A
+        stage that trains one raises ValueError. Fine-tuning before a score may change them in the
+        scored model.
         """
         self.declared.private_parameters.extend(names)
         self.declared.fixed_parameters.extend(names)

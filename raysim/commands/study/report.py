@@ -482,7 +482,7 @@ def report(
     If no run has finished, write nothing.
     metrics: () compares the usual metrics. study.png shows the first metric.
     failures: for each failed run, by name, why it failed.
-    width: the longest line in characters; 0 means no limit.
+    width: the longest line of a table in characters; 0 means no limit.
     """
     names, scores = gather_scores(study, metrics)
     results = [run_scores.result for run_scores in scores if run_scores.result]

@@ -251,8 +251,9 @@ def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
     """Check a command on this machine, before anything is sent to the cluster.
 
     Raise `RefusedError` if a relative path of --conf or --config is not among `files`, or if the
-    cluster would delete the results. For `raysim run`, also raise it for impossible overrides. They
-    are checked only if all paths of --conf and --config exist on this machine.
+    cluster would delete the results. For a study or a sweep, also raise it if `out=` is a URL. For
+    `raysim run`, also raise it for impossible overrides. They are checked only if all paths of
+    --conf and --config exist on this machine.
     """
     _check_out(command)
     _check_packed(command, files)
