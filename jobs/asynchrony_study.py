@@ -161,6 +161,7 @@ def collect(folder: Path) -> None:
 def mean(values: Sequence[float | None], form: str) -> str:
     """Return the mean and the standard deviation of the values as text; "never" without values.
 
+    The deviation of a single value is left out.
     values: one value for each run; None for a run without a value. If only some runs have a value,
     the text also says how many.
     form: the format of both numbers, such as "{:.1f}".

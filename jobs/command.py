@@ -14,8 +14,8 @@ from raysim.primitives.errors import errors_as_refusals
 def run(program: Callable[[], object]) -> NoReturn:
     """Run a program, and end this process with an exit status.
 
-    The status is 0 after success, 2 if the program refuses its input, 130 after Ctrl-C, and 1 after
-    other failures. A refusal is printed.
+    The status is 0 after success, 130 after Ctrl-C, and 2 after a refusal, which is printed. It is
+    1 after other failures. `errors_as_refusals` says which errors count as a refusal.
     """
 
     def command() -> int:

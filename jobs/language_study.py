@@ -234,6 +234,7 @@ def collect(folder: Path) -> None:
 
     A seed with an unfinished run is left out. A method without runs in `folder` keeps its stored
     numbers. Raise ValueError if the stored runs had another base model than those in `folder`.
+    Raise it, too, if a run that `best_rate` needs is missing.
     """
     present = [method for method in METHODS if [*folder.glob(f"{folder_name(method)}-*")]]
     stored = json.loads(STORE.read_text()) if STORE.exists() else {}

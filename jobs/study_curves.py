@@ -51,7 +51,8 @@ def draw_panel(
 ) -> None:
     """Draw, for each name, a line with the mean over the seeds and a band with their range.
 
-    Both are drawn only for costs at which all seeds have a value.
+    Both are drawn only for costs at which all seeds have a value. Only the first eight names are
+    drawn, because there are eight colours.
     curves_of: maps each name to one curve for each seed. A curve is an array [points, 2]: each row
     is a cost and the score at this cost, and the costs ascend.
     cost_label: the label of the horizontal, logarithmic axis.

@@ -1,7 +1,7 @@
 """Measure the cost of adapters: the time of a job, and the memory of the frozen weights.
 
     uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
-    uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
+    uv run python -m jobs.benchmarks.adapters memory    peak memory of a run on Ray (only on Linux)
 
 `steps` prints the CPU seconds of a job for each number format of raysim's frozen weights. raysim's
 time should be at most 1.05 times that of a PyTorch loop with peft in float32. `memory` prints the
@@ -161,8 +161,8 @@ def measure_memory() -> None:
     """Print the peak memory of the Ray actors, for each number format of the frozen weights.
 
     At each time, the memory of the coordinator and of all workers is added up; the peak is the
-    largest sum. Three runs are measured: with 1 worker and 4 clients, with 2 workers and 4 clients,
-    and with 2 workers and 64 clients.
+    largest sum. Three runs of each format are measured: with 1 worker and 4 clients, with 2 workers
+    and 4 clients, and with 2 workers and 64 clients.
     """
     size_mib = FROZEN_BYTES / 2**20
     print(

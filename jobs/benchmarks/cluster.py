@@ -57,7 +57,7 @@ class ClusterOptions:
     """The Ray cluster on which the benchmark runs, and the sizes of its models.
 
     address: a running Ray cluster; None starts Ray on this machine.
-    nodes: the Ray nodes to start on this machine; None means one.
+    nodes: the Ray nodes to start on this machine; None means one, or none if `address` is set.
     workers: None means as many as fit, at most `MAX_WORKERS`.
     floats: the number of parameters of each model.
     """
@@ -258,7 +258,7 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
 
     cohort: the number of clients in a round.
     way: how updates return: "sums" (one sum per worker), "sums of nodes" (one sum per node) or
-    "updates" (one by one).
+    "updates" (one by one). This is only a name for the result: `spec` and `runtime` decide.
     """
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
     counting, stopwatch = CountingRuntime(runtime), Stopwatch()
@@ -356,7 +356,8 @@ def bench(
 ) -> list[RoundCost]:
     """Measure what a round costs on a Ray cluster; print a table, and write a JSON file.
 
-    Return a cost for each model size and each of `WAYS`.
+    Return a cost for each model size and each of `WAYS`. "sums of nodes" is skipped if all workers
+    are on the coordinator's node.
     rounds: the number of measured rounds for each cost.
     """
     results = []

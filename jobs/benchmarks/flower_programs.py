@@ -363,7 +363,8 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
 
     folder: has the program's Python modules.
     work: the working directory, in which the program looks for data sets.
-    Raise RefusedError if the program fails or logs no accuracy, or if the system is not Linux.
+    Raise RefusedError if the program fails or logs no accuracy, or if processes that it started do
+    not end. Also raise it if the system is not Linux.
     """
     environment = {
         **os.environ,

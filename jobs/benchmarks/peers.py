@@ -5,8 +5,8 @@
     uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
 
 All three train the workloads of `raysim bench` with FedAvg, in turns. raysim and pfl-research have
-two processes of one thread. FedJAX has one process of two threads, and the faster of its two
-backends counts. The result is the median ratio of raysim's time to that of each peer.
+two processes of one thread. FedJAX has one process, and the faster of its two backends counts. The
+result is the median ratio of raysim's time to that of each peer.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def compare(
     """Measure the simulators in turns; return the measured seconds per round of each simulator.
 
     Ray must be running.
-    root: the folder of Fashion-MNIST; None downloads it; "" takes random images.
+    root: the folder of Fashion-MNIST; None downloads it; "" takes random images. W3 always takes
+    random images.
     pfl, fedjax: paths of Python interpreters; None leaves the simulator out.
     """
     from raysim.runtime.ray import start_workers

@@ -115,7 +115,7 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """Return the median wall seconds in which the server aggregates `updates` with a rule.
 
     The first aggregation, which makes the server state, is not measured.
-    updates: the updates of each aggregation, which the server gets one by one.
+    updates: the updates of each aggregation. The server gets single updates, and no sums of them.
     methods: the methods of the rule; none for FedAvg.
     """
     counts = np.full(COHORT, 100)

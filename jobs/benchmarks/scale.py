@@ -1,8 +1,9 @@
-"""Measure the coordinator's cost of a round with workers that only return prepared sums.
+"""Measure the coordinator's cost of a round with workers that return prepared sums or updates.
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
 `jobs.benchmarks.planner` runs first. `--blocks` is the number of measured aggregations of a case.
+If the aggregations of a case have only one update, 100 times as many are measured.
 `jobs/README.md` derives the limits of a large cluster from the results.
 """
 

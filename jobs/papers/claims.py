@@ -108,7 +108,8 @@ class Finding:
     """The scores of the two methods of a claim, in our runs at one setting.
 
     pairs: the scores of `claim.method` and `claim.other` for each common seed.
-    accuracy: the mean accuracy of `claim.other` in percent; None if the paper prints no numbers.
+    accuracy: the mean accuracy of `claim.other` in percent; None if the paper prints no numbers, or
+    if no run has an accuracy.
     """
 
     claim: Claim

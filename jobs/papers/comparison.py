@@ -154,7 +154,7 @@ class Entry:
     def at(self, setting: str) -> list[Entry]:
         """Return an entry for each group of runs with equal hyperparameters of the methods.
 
-        Without such runs, return one entry without runs.
+        Without runs at `setting`, return one entry without runs.
         setting: selects the runs with this `Match.setting`, such as "rounds=40 instead of 1000"; ""
         selects runs at the paper's setting.
         """
@@ -199,7 +199,7 @@ def compare(
     commands of missing runs come last. Raise `RefusedError` for an unknown name.
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
-    width: the largest number of characters in a line.
+    width: the largest number of characters in a line of a text table.
     stored: raysim's stored runs, for cells without a run of the user at the same configuration.
     """
     table = find(name)
@@ -594,7 +594,7 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return the last columns of a text table, by title.
+    """Return the columns of a text table that follow the differences, by title.
 
     There is a column for each additional score of our runs, and one that says how labels are split
     among clients. A column is a list with one text for each entry.

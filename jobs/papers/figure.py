@@ -5,7 +5,8 @@
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data rounds=100 seed=1
 
 Further arguments are overrides. Finished runs in figures/, or in the folder --out, are not
-repeated. --store writes the files of the pages in docs/papers.
+repeated. With --store, the numbers are written to jobs/papers/results/figures, and the picture to
+docs/papers/figures.
 """
 
 from __future__ import annotations
