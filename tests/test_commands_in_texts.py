@@ -161,8 +161,8 @@ def here(shell: str) -> str:
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
     """Type all commands of `COMMANDS` into a shell; return the arguments that raysim gets.
 
-    The result maps each command to the words after `raysim`. A command without `raysim` has an
-    empty list.
+    The result maps each command to the words after `raysim`. A command that does not run raysim in
+    this shell, such as one of `ssh`, has an empty list.
 
     shell: "bash" or "zsh".
     """

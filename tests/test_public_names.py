@@ -217,8 +217,8 @@ class Scopes:
 def is_own(node: ast.AST, tree: ast.AST) -> bool:
     """Return whether an expression certainly is an object of a class that the file defines.
 
-    True for `self`, for `cls`, for a variable to which the file assigns only new instances of these
-    classes, and for attributes of such a variable.
+    True for `self`, for `cls`, and for a variable to which the file assigns only new instances of
+    these classes. Also true for the attributes of all these.
     """
     if not isinstance(node, ast.Name):
         return isinstance(node, ast.Attribute) and is_own(node.value, tree)

@@ -53,8 +53,8 @@ SMALL = (
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write a Python package into the folder "quietly", and yield the path of this folder.
 
-    The package defines a method, which `method=quiet` chooses. During the test, the current folder
-    contains only "quietly".
+    The package defines a method, which `method=quiet` chooses. When the test starts, the current
+    folder contains only "quietly".
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

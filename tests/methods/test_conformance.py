@@ -154,7 +154,7 @@ class Row:
     plain: settings with which the method equals FedAvg. Each key is a text about its settings.
     uploads: the tensors that clients upload in addition to the update.
     personal: True if parameters stay on the clients.
-    private: True if the method has a client state, which no message may contain.
+    private: True if the method has client state that no message may contain.
     contributes: True if clients send tensors before round 0.
     as_fedavg: True if the shared model always equals that of FedAvg.
     """
@@ -906,7 +906,7 @@ COVERING = covering(list(TABLE), COMPATIBLE)
 def lists_with_each_method(most: int = 8) -> list[list[str]]:
     """Return the names of all methods of `TABLE`, divided into lists of compatible methods.
 
-    No list has both methods with client state and methods without client state.
+    All methods of a list have the same value of `Row.private`.
     most: the largest number of methods in a list.
     """
     lists: list[list[str]] = []

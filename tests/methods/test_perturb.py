@@ -1,4 +1,4 @@
-"""Test the hook `perturb` with every method.
+"""Test the hook `perturb` with every method that can be combined with FedSAM.
 
 With this hook, a step computes gradients at the model's parameters and at shifted parameters. Both
 forward passes must use the same batch, dropout masks and BatchNorm statistics.

@@ -1,4 +1,4 @@
-"""Test recorded steps with every method.
+"""Test recorded steps with every method except FedSR, whose model draws random numbers.
 
 The tests find methods that use a Python number, and not a tensor, for a value that differs between
 clients. On a CPU, a replay runs the Python code again. The code gets tensors with current values,

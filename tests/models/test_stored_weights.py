@@ -88,10 +88,10 @@ def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights(
 
 
 def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
-    """Compare raysim's levels of NF4 with those that the paper's Equation 4 gives.
+    """Compare raysim's levels of NF4 with those of the released code.
 
-    In the equation, the largest level is the quantile of the probability 1, which is infinite. So
-    the test uses the largest probability of the released code, 1 - (1/32 + 1/30) / 2.
+    They are quantiles, divided by the largest one. Its probability is 1 - (1/32 + 1/30) / 2. In the
+    paper's Equation 4, the largest level would be infinite.
     """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])

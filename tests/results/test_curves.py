@@ -94,10 +94,10 @@ def test_curves_have_no_axis_for_a_cost_that_is_0_and_use_colours_of_the_page() 
 def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
-    """Traffic or virtual time becomes an x-axis if two runs differ clearly in this cost.
+    """The page shows a plot against traffic or virtual time at once if two runs differ in it.
 
-    A difference of 0.1% after the same round is too small. Wall time never becomes an axis here,
-    because it depends on the machine.
+    A difference of 0.1% after the same round is too small. The plot against wall time is always
+    hidden at first, because wall time depends on the machine.
     """
     each = [
         [

@@ -62,9 +62,9 @@ class Shelf:
     """A stand-in for MLflow's server.
 
     steps: the round numbers of the stored rows.
-    down: True lets each call fail.
+    down: True lets `open`, `send` and `close` fail.
     late: True lets the server store the rows and then fail, as if the answer were lost.
-    gate: the server answers only while this event is set.
+    gate: `open` and `send` wait until this event is set.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0)
 
     folder: the tracker's folder, which this function makes.
     said: a list for the lines that the tracker prints.
-    patience: how many seconds the tracker waits at the end of the run.
+    patience: the most seconds that the tracker waits at the end of the run.
     """
     folder.mkdir(exist_ok=True)
     return Tracker(

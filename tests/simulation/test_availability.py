@@ -326,8 +326,8 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 def test_markov_availability_of_many_clients_equals_that_of_each_client_alone() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
-    In each step of the Markov chain, the clients of one range of numbers become available, and
-    those of another range unavailable. The test queries the ends of both ranges.
+    In each step of the Markov chain, clients have a random order. The first ones become available,
+    and the last ones unavailable. The test queries the clients at the borders of these two groups.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)

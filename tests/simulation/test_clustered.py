@@ -211,7 +211,7 @@ def test_bipartition_of_a_cluster_accepts_equal_or_zero_updates() -> None:
 
 @dataclass(frozen=True)
 class OneByOne(ClusterRule):
-    """A rule that moves clients of a cluster to another cluster in each aggregation.
+    """A rule that moves clients of a cluster to another one while some cluster has no clients.
 
     target: the number of the cluster that gets the clients.
     many: False moves one client. True moves all clients, which raysim refuses.

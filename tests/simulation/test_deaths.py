@@ -524,10 +524,10 @@ def test_run_stops_if_each_replacement_of_a_worker_dies_at_once() -> None:
 
 # --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
-    """A method that kills the worker's process at the end of a client's first jobs.
+    """A method that kills the worker's process at the end of a client's jobs, `times` times.
 
     folder: a folder in which each killed process leaves a file.
-    times: the number of processes to kill.
+    times: the number of processes to kill. A repeated job counts again.
     how: the number of the signal.
     """
 

@@ -440,7 +440,7 @@ def test_selection_refuses_fewer_candidates_than_the_cohort() -> None:
 
 
 def test_repeated_runs_measure_losses_on_the_same_few_samples() -> None:
-    """The samples on which losses are measured depend on client and version only."""
+    """The samples on which losses are measured depend on seed, client and version only."""
     rule = PowerOfChoice(6, samples=3)
     one, other = (run(run_spec(selection=rule), Synchronous(2)) for _ in range(2))
     full = run(run_spec(selection=replace(rule, samples=None)), Synchronous(2))

@@ -121,8 +121,9 @@ def draw(
     """Return `count` of the idle clients, in ascending order.
 
     If all clients are idle, `count` clients are drawn at once. Otherwise, positions in `able` are
-    drawn in groups that double in size, until enough idle clients are among them. After max(16 *
-    count, len(able)) positions, missing clients are drawn from the remaining idle ones.
+    drawn in groups that double in size, until enough idle clients are among them. After a group
+    with which at least max(16 * count, len(able)) positions are drawn, missing clients are drawn
+    from the remaining idle ones.
 
     able: all clients with samples.
     """

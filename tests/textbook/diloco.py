@@ -1,8 +1,9 @@
 """DiLoCo (2023), asynchronous DiLoCo (2024) and Streaming DiLoCo (2025), in PyTorch.
 
 Clients use torch.optim.AdamW, and a client's next job continues with AdamW's state. The server's
-gradient is the negated mean update. The server uses torch.optim.SGD with Nesterov's momentum, or
-the delayed Nesterov update.
+gradient is the negated mean update. DiLoCo's server uses torch.optim.SGD with Nesterov's momentum.
+Asynchronous DiLoCo uses delayed Nesterov steps. Streaming DiLoCo computes Nesterov's momentum for
+each fragment, without torch.optim.
 """
 
 from __future__ import annotations

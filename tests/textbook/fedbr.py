@@ -187,10 +187,11 @@ def fedbr(
     mixup: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Compute a run of FedBR, whose jobs make two optimizer steps on each batch.
+    """Compute a run of FedBR, whose jobs make up to two optimizer steps on each batch.
 
     The max step changes the projector to increase the loss of `contrast`. The min step changes
-    extractor and classifier to decrease all losses. All three modules are averaged.
+    extractor and classifier to decrease all losses. Without a projector, or with max_step=False,
+    there is only the min step. All modules are averaged.
     lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
     pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
     mixup: True first mixes the rows of each batch in pairs.

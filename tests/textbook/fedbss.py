@@ -5,7 +5,7 @@ unbiased if its loss S_i is at most that of the most uncertain sample. Epoch e u
 of the biased samples.
 
 The textbook draws its own batches. A fixed number of steps is divided into `phases` parts, which
-count as epochs. With BatchNorm, a last batch of one sample is left out.
+count as epochs. With BatchNorm, a last batch of one sample is left out, unless it is the only one.
 """
 
 from __future__ import annotations

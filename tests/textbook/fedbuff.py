@@ -49,7 +49,7 @@ def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -
     exponent: an update of staleness s has the weight (1 + s)^-exponent, times the client's samples
     if the run weighs by samples.
     normalization: "count" divides the sum by the number of updates, "weights" by the sum of the
-    weights.
+    weights. "none" does not divide it.
     """
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
     return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))
@@ -59,7 +59,7 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
     """Compute a run in which FedAdam's server step uses FedBuff's weighted sum of updates.
 
     The sum, divided by the number of updates, replaces the mean update.
-    exponent: an update of staleness s has the weight (1 + s)^-exponent.
+    exponent: an argument of `staleness_weights`.
     """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
@@ -73,7 +73,7 @@ def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
     """Compute a run in which FedExP's step size multiplies FedBuff's weighted sum of updates.
 
     The sum is divided by the number of updates. The step size is computed with the same weights.
-    exponent: an update of staleness s has the weight (1 + s)^-exponent.
+    exponent: an argument of `staleness_weights`.
     """
     weigh = partial(staleness_weights, exponent=exponent)
     return fedexp(
