@@ -136,11 +136,11 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """Return FedCDA's server state: the cached models of all clients, with their losses.
+    """Return FedCDA's server state: cached models of clients, with their losses.
 
-    seen: the sent models by client.
-    "fedcda.models" is [clients, memory, d]. A client's model k = 0, 1, ... is at k mod `memory` in
-    the second dimension.
+    seen: the sent models by client, for the clients that have sent one.
+    "fedcda.models" is [len(seen), memory, d]. A client's model k = 0, 1, ... is at k mod `memory`
+    in the second dimension.
     """
     order = list(trainable(world.start))
     order += [

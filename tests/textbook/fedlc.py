@@ -1,7 +1,8 @@
 """FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
 In the paper, the sum over classes leaves out the true class. By default, this textbook includes the
-true class, as public code does. Classes without samples of the client are left out.
+true class, as public code does. Classes without samples of the client are left out, unless their
+counts are raised to `floor`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), and its local loss.
 
 The sign of a principal direction is chosen as in eq. (6), towards the mean update; this does not
-change the result. Clients are weighted by samples.
+change the result. As in the paper, clients are weighted by samples, unless the run has uniform
+weights.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 x, y: inputs and labels of a batch. x_bar, y_bar: a pair, the mean input and label of random samples
 of one client. CE(u, y): the cross-entropy for the input u.
 
-A step draws from all clients' pairs without replacement.
+A step draws from all clients' pairs without replacement, or makes new pairs (`fresh`).
 """
 
 from __future__ import annotations

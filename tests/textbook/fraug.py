@@ -144,8 +144,8 @@ def mean_of(numbers: list[float]) -> float:
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     """Compute a run of FRAug. Each batch has three steps: for classifier, generator and RTNet.
 
-    rounds: the round from which the weights in the losses are constant; None changes some weights
-    in every round.
+    rounds: the round from which rho, beta and the weight in the update of prototypes are constant;
+    None: no such round.
     settings: arguments of raysim's class `FRAug`.
     """
     get = {

@@ -19,7 +19,7 @@ from textbook.world import Book, Job, Params, World
 def groupdro(
     world: World, step_size: float, batches: str = "first", prior: str = "uniform", mu: float = 0.0
 ) -> Book:
-    """Run FedAvg with the weights q_i, which grow for clients with large losses.
+    """Run FedAvg with the weights q_i, which grow faster for clients with larger losses.
 
     After a job with the loss l_i, q_i is multiplied by exp(step_size l_i). If the run weighs by
     samples, n_i also multiplies q_i in the average.

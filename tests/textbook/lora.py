@@ -54,8 +54,8 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 def factor_mean(world: World, scaling: float) -> Book:
     """Compute a run of FedIT (Zhang et al. 2024) or FFA-LoRA, which average all trained tensors.
 
-    `world.start` has the trained tensors: B, and for FedIT also A. `world.drawn` has the frozen
-    tensors.
+    `world.start` has the trained tensors: the head, B, and for FedIT also A. `world.drawn` has the
+    frozen tensors.
     scaling: the scaling of the product B A.
     """
     loss = adapted_loss(world.drawn, scaling)

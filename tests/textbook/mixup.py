@@ -33,7 +33,7 @@ def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
 def mixup(world: World, alpha: float) -> Book:
     """Compute a run of FedAvg in which inputs and labels of a batch are mixed by Mixup.
 
-    Each sample is mixed with another one of the batch, by a random permutation.
+    A random permutation of the batch chooses the sample with which each sample is mixed.
     alpha: the mixing weight of a batch is drawn from Beta(alpha, alpha).
     """
 

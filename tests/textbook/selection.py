@@ -64,7 +64,7 @@ class OortByHand:
     than in the `window` rounds before.
     number: the number of rounds so far.
     exploited: the known clients of the last round.
-    utilities: the mean utility of the known clients of each earlier round.
+    utilities: the mean utility of the known clients of each earlier round that chose any.
     """
 
     exploration: float

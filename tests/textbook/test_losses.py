@@ -35,7 +35,7 @@ def lacking(*classes: set[int]) -> Any:
 
     As an exception, the last client also has a sample of class 0. There are no test samples.
 
-    classes: one set for each client. No class may be in two sets.
+    classes: one set for each client. Clients with the same class have the same samples of it.
     """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels

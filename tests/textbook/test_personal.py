@@ -72,8 +72,8 @@ def adapting(how: Finetune) -> dict[str, Any]:
 def pooling(settings: Local, **study: Any) -> Row:
     """Return a comparison of centralized training with its textbook.
 
-    One client has the data of all four clients. A round has as many samples as a federated round
-    with three clients.
+    One client has the data of all four clients. A round has as many samples as an average federated
+    round with three clients.
 
     settings: `local.*` of the federated run.
     """

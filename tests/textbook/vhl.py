@@ -1,7 +1,8 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
 All clients have the same virtual images. A virtual image is its class's random 8 x 8 image, from
-N(0, 1), plus noise from N(0, 0.5^2). It is enlarged bilinearly, and standardised per channel.
+N(0, 1), plus noise from N(0, 0.5^2). The images are enlarged bilinearly, and all together
+standardised per channel.
 
 If the head has extra outputs, class c of C has the label C + c on virtual images. A prediction C +
 c counts as c. With Mixup, the mixed real images have a separate forward pass, only for their

@@ -38,11 +38,11 @@ class World:
     rounds: the jobs of each aggregation, in order.
     data, tests: each client's inputs and labels for training and for tests.
     central: the inputs and labels of the central test set.
-    start: the initial values of all networks, buffers included.
+    start: the initial values of all networks, buffers included; `drawn` has frozen parameters.
     personal: the names of tensors that stay on the client.
     local: the settings local.*.
-    weighting: "samples" or "uniform", before any method changes it.
-    drawn: other random values that raysim drew, by name.
+    weighting: "samples" or "uniform", before a method's hooks change the weights.
+    drawn: other values that a textbook needs, by name, such as random values that raysim drew.
     """
 
     seed: int

@@ -6,10 +6,10 @@
                                                 on Ray: driver, coordinator, workers, raylet and GCS
     uv run python tests/tools/faults.py --cost 5      # cost of a killed worker, 5 pairs of runs
 
-Faults are signals, limits on file sizes, and damage to MLflow's database, at random moments. Runs
-are continued with resume=latest until they are finished. The sha256 values and the history must be
-those of the undisturbed run. No unfinished file, process or traceback may be left. Moments are
-counted in CPU time, so that they are the same on a busy machine.
+Faults are signals, limits on file sizes, and a locked or damaged MLflow database, at random
+moments. Runs are continued with resume=latest until they are finished. The sha256 values and the
+history must be those of the undisturbed run. No unfinished file, process or traceback may be left.
+Moments are counted in CPU time, so that they are the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ TICK = os.sysconf("SC_CLK_TCK")
 class Case:
     """A run, and a fault that disturbs it.
 
-    method, schedule, runtime, victim: keys of `METHODS`, `SCHEDULES`, `RUNTIMES` and `VICTIMS`. The
-    victim gets a signal.
+    method, schedule, runtime, victim: keys of `METHODS`, `SCHEDULES`, `RUNTIMES` and `VICTIMS`. If
+    the fault is a signal, the victim gets it.
     moment: when the fault happens, as a share of the undisturbed run's CPU time.
     """
 
@@ -470,7 +470,7 @@ LONG = (
 
 
 def cost(pairs: int) -> None:
-    """Measure how much longer a run takes if one of its workers is killed after 5 s.
+    """Measure how much longer a run takes if a worker is killed 5 s after all are ready.
 
     Print the difference in wall seconds for each pair of a disturbed and an undisturbed run, and
     the median.

@@ -2,8 +2,8 @@
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
 
-This command makes 5000 cases of each type. After an interruption, it continues. A case must run, or
-be refused with one sentence and the exit status 2. It must not:
+This command makes 5000 cases of each type. After an interruption, it continues. A case must run,
+fail with the exit status 1, or be refused with one sentence and the exit status 2. It must not:
 - raise an exception that is not handled,
 - need a minute of CPU time, or wait for a minute,
 - need over 1 GiB more memory than any earlier case,
@@ -292,7 +292,7 @@ def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
     They are the keys of a run with three methods, except for those of tracking. The names of all
-    groups and four wrong keys are added.
+    groups, three sections and the wrong key "nothing" are added.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]

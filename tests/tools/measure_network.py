@@ -95,6 +95,7 @@ def measure(
 ) -> Measurement:
     """Make a run and measure its rounds, from round `FIRST_ROUND` to the last round but one.
 
+    The first round is round 0.
     turn, schedule, kind: labels of the result; they do not change the run.
     overrides: the run's overrides, with those of the schedule.
     """
@@ -132,7 +133,7 @@ def measure(
 def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
     """Return the mean bytes per round that a node received and sent, by the history.
 
-    The history has no columns for a node without a worker; the result is then (0, 0).
+    The result is (0, 0) if the history has no columns for the node.
     """
     received = statistics.fmean(row.get(f"node_{node}_in_bytes", 0) for row in rows)
     sent = statistics.fmean(row.get(f"node_{node}_out_bytes", 0) for row in rows)

@@ -580,7 +580,7 @@ def run_mutant(
 ) -> Generator[Asked, Outcome, Any]:
     """Write a mutant into a copy of the working tree, run tests, and restore the file.
 
-    This generator yields lists of tests, which `drive` runs. It returns the result.
+    This generator yields requests to run tests, for `drive`. It returns the result.
     number: the id of the mutant.
     known: which tests execute which lines.
     cap: the largest CPU seconds of the tests after the quick ones; 0 means no limit.

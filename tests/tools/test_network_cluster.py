@@ -130,8 +130,8 @@ def test_run_with_client_states_has_equal_bits_if_machines_change(
 ) -> None:
     """Change the machines of a run: machine 2 joins, machine 1 leaves, and machine 2 is killed.
 
-    Machine 2 has no network in the last seconds before the kill. Its client states are lost, so the
-    run restarts from the last checkpoint.
+    Before the kill, machine 2 has no network for four seconds. The kill loses its client states, so
+    the run restarts from the last checkpoint.
     """
     head, leaving, late = network.machines
     out = network.shared / "changing"
