@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysim.data.columns import LABEL_NAMES, USER_NAMES, assemble, find_column
 from raysim.data.fields import pack_fields, pack_targets
+from raysim.data.frames import have_same_columns
 from raysim.data.labels import LabelSet, read_labels
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
@@ -106,6 +107,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
 
     Labels are an array [n], [n, values], or [n, labels] with 0 or 1. They may also be a list of
     labels or a dictionary of arrays for each sample. `labels.infer_kind` decides what they mean.
+    Inputs and labels may not be two tables with the same columns.
 
     A third item after the labels has users [n], integers or text, for `partition=natural`.
     """
@@ -159,6 +161,13 @@ def _split_halves(data: object) -> tuple[object, object]:
     if isinstance(data, Dataset):
         return data, None
     if isinstance(data, (tuple, list)) and len(data) in (2, 3):
+        if have_same_columns(data[0], data[1]):
+            raise ValueError(
+                f"data: the first and the second {type(data[0]).__name__} have the same columns, "
+                "but a pair of tables is read as (inputs, labels). Give training and test tables "
+                'as {"train": table, "test": table}. If the second table has labels, rename its '
+                "columns."
+            )
         has_halves = len(data) == 2 and all(isinstance(half, (tuple, Dataset)) for half in data)
         return (data[0], data[1]) if has_halves else (data, None)
     if isinstance(data, DataLoader):

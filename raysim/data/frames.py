@@ -28,6 +28,13 @@ def is_table(data: object) -> bool:
     return _is_one_table(data)
 
 
+def have_same_columns(first: object, second: object) -> bool:
+    """Return True if two objects are tables that have columns of the same names, in any order."""
+    if not (_is_one_table(first) and _is_one_table(second)):
+        return False
+    return _column_names(first) == _column_names(second)
+
+
 def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parquet:
     """Store a table as Parquet files in the cache of this machine; return the `Parquet` source.
 
@@ -66,6 +73,12 @@ def _is_one_table(table: object) -> bool:
         return True
     name = type(table).__name__
     return (_package(table), name) in (("polars", "DataFrame"), ("datasets", "Dataset"))
+
+
+def _column_names(table: Any) -> set[object]:
+    if isinstance(table, pa.Table) or _package(table) == "datasets":
+        return set(table.column_names)
+    return set(table.columns)
 
 
 def _as_parquet(table: Any, place: str) -> bytes:

@@ -266,6 +266,20 @@ def test_error_of_data_frame_with_text_mentions_the_column() -> None:
         store_arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
 
 
+@pytest.mark.parametrize("make", [pd.DataFrame, pa.Table.from_pandas], ids=["pandas", "Arrow"])
+@pytest.mark.parametrize("test_rows", [6, 3])
+def test_pair_of_training_and_test_tables_is_refused(make: Any, test_rows: int) -> None:
+    columns = frame(age=INTEGERS, score=[3, 2, 1, 3, 2, 1])
+    tables = make(columns), make(columns[["score", "age"]][:test_rows])
+    with pytest.raises(ValueError, match=r'data: .*\{"train": table, "test": table\}'):
+        store_arrays(tables)
+
+
+def test_frames_with_different_columns_are_read_as_inputs_and_labels() -> None:
+    pair = frame(age=INTEGERS, score=[3, 2, 1, 3, 2, 1]), frame(label=INTEGERS)
+    assert store_arrays(pair).build().labels.tolist() == INTEGERS
+
+
 @pytest.mark.parametrize(
     "inputs", [np.full((6, 2), 1e300), np.full((6, 2), -1e39), [[1e300, 0.0]] * 6]
 )
