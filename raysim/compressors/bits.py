@@ -142,9 +142,11 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 def _low_bits(count: int, length: int) -> int:
     """Return l, the number of lowest bits of each position that `pack_positions` stores unchanged.
 
-    count: the number of positions.
+    count: the number of positions. Without positions, l has all bits, and no words are needed.
     length: all positions are below this number.
     """
+    if not count:
+        return length.bit_length()
     return max(0, (length // count).bit_length() - 1)
 
 

@@ -81,6 +81,12 @@ class TestBits:
         assert len(words) == words_of_positions(count, length)
         assert (unpack_positions(words, count, length) == places).all()
 
+    @pytest.mark.parametrize("length", [0, 1, 8, 999, 70_000])
+    def test_no_positions_need_no_words(self, length: int) -> None:
+        words = pack_positions(np.empty(0, np.int64), length)
+        assert len(words) == words_of_positions(0, length) == 0
+        assert len(unpack_positions(words, 0, length)) == 0
+
     def test_stored_positions_of_one_percent_of_entries_need_below_9_bits_each(self) -> None:
         assert 8 * 10_000 < 32 * words_of_positions(10_000, 1_000_000) < 9 * 10_000
 
