@@ -238,13 +238,18 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
-        The cost is an estimate: it assumes that a step has as many virtual as real samples, for any
-        `virtual_batch`. The cost doubles if another method changes the inputs, because VHL then
-        also trains on the unchanged real samples.
+        If another method changes the inputs, add the real samples of the same steps, because VHL
+        then also trains on the unchanged ones.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
-        return 2 * job.trained_samples if self._are_inputs_changed else job.trained_samples
+        local = job.run.local
+        steps, real = local.steps or 0, job.trained_samples
+        if local.epochs is not None:
+            epochs = local.epochs if self.alpha else min(local.epochs, self.align_epochs)
+            steps, real = epochs * math.ceil(job.samples / local.batch), epochs * job.samples
+        virtual = float(steps * self.virtual_batch)
+        return virtual + real if self._are_inputs_changed else virtual
 
     # --- the virtual set -----------------------------------------------------------------------
     def labels(self, server: ServerView) -> Tensor:

@@ -22,7 +22,7 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from raysim.api.declarations import Evaluation
+from raysim.api.declarations import Evaluation, Local
 from raysim.api.server_view import ServerView
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
@@ -226,15 +226,42 @@ def test_vhl_refuses_methods_that_replace_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("methods", "samples"),
-    [([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Mixup(), Vhl()], 40), ([Vhl(**NONE)], 0)],
-    ids=str,
+    ("settings", "local", "samples"),
+    [
+        ({}, Local(epochs=2, batch=32), 2 * 3 * 6),  # 70 samples are 3 batches
+        ({"virtual_batch": 20}, Local(epochs=2, batch=32), 2 * 3 * 20),
+        ({"align_epochs": 1}, Local(epochs=2, batch=32), 2 * 3 * 6),
+        ({"align_epochs": 1, "alpha": 0.0}, Local(epochs=2, batch=32), 3 * 6),
+        ({"align_epochs": 0, "alpha": 0.0}, Local(epochs=2, batch=32), 0),
+        ({"align_epochs": 0, "alpha": 0.0}, Local(epochs=None, steps=5), 5 * 6),
+        (NONE, Local(epochs=2), 0),
+    ],
 )
-def test_cost_of_vhl_counts_virtual_images_twice_if_mixup_is_used(
-    methods: Any, samples: int
+def test_cost_of_vhl_is_the_number_of_virtual_images(
+    settings: dict[str, Any], local: Local, samples: int
 ) -> None:
-    (vhl,) = [method for method in methods if method.name == "vhl"]
-    assert vhl.cost(participation_facts(run_spec(*methods), 5, 20.0)) == samples
+    vhl = Vhl(**{**SMALL, **settings})
+    facts = participation_facts(run_spec(vhl, local=local), 70, local.budget(70))
+    assert vhl.cost(facts) == samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "local", "real"),
+    [
+        ({}, Local(epochs=2, batch=32), 2 * 70),
+        ({"align_epochs": 1, "alpha": 0.0}, Local(epochs=2, batch=32), 70),
+        ({}, Local(epochs=None, steps=5, batch=32), 5 * 32),
+    ],
+)
+def test_cost_of_vhl_adds_real_images_if_mixup_changes_inputs(
+    settings: dict[str, Any], local: Local, real: int
+) -> None:
+    vhl = Vhl(**{**SMALL, **settings})
+    costs = []
+    for methods in ([vhl], [vhl, Mixup()], [Mixup(), vhl]):
+        facts = participation_facts(run_spec(*methods, local=local), 70, local.budget(70))
+        costs.append(vhl.cost(facts))
+    assert costs[1:] == [costs[0] + real] * 2
 
 
 @pytest.mark.parametrize(
