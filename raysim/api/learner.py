@@ -52,8 +52,8 @@ class EvaluationData:
     """The samples that a learner is evaluated on.
 
     client: -1 for sets that belong to no client.
-    name: "client", "validation", "central", or the name of a domain. "central:NAME" is the domain
-    NAME of the central test set.
+    name: "client", "validation", "central", "domain:NAME" for the domain NAME of the clients' test
+    samples, or "central:NAME" for the domain NAME of the central test set.
     rows: int64 [n], the positions of the samples in the data set.
     state: the client state that the learner declared, by name; empty without a client.
     """

@@ -363,8 +363,8 @@ class ScoredModel(PersonalModel):
 
     client: -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: "client", "central", "validation" or the name of a domain. "central:NAME" is the domain
-    NAME of the central test set.
+    name: "client", "central", "validation", "domain:NAME" for the domain NAME of the clients' test
+    samples, or "central:NAME" for the domain NAME of the central test set.
     state: the method's client state, by short name; empty for the shared model.
     received: the tensors that the method sends to all clients, and those that it sends only to this
     client.

@@ -296,8 +296,8 @@ class SetReport:
     """The metrics that a method computed for a set of samples.
 
     client: the number of the client; -1 for the shared model.
-    name: "client", "validation", "central", a domain, or "central:DOMAIN" for a domain of the
-    central test set.
+    name: "client", "validation", "central", "domain:NAME" for the domain NAME of the clients' test
+    samples, or "central:NAME" for the domain NAME of the central test set.
     metrics: the metrics, by name.
     """
 

@@ -19,6 +19,8 @@ from raysim.simulation.score_columns import MAX_DOMAIN_COLUMNS
 from raysim.training.run_spec import RunSpec
 
 CLIENT, CENTRAL, VALIDATION = "client", "central", "validation"
+# Domains have a prefix, because users of a data set may be called "client" or "central".
+DOMAIN_PREFIX, CENTRAL_PREFIX = "domain:", f"{CENTRAL}:"
 
 
 def is_higher_better(metric: str) -> bool:
@@ -69,11 +71,11 @@ class SetScores:
                     tasks.append(replace(task, name=VALIDATION, rows=rows))
         tested = [task.rows for task in client_tasks if len(task.rows)]
         if tested:
-            tasks += self._domain_tasks("", np.concatenate(tested))
+            tasks += self._domain_tasks(DOMAIN_PREFIX, np.concatenate(tested))
         central = self.spec.data.central
         if len(central):
             tasks.append(ScoringTask(-1, central, name=CENTRAL))
-            tasks += self._domain_tasks(f"{CENTRAL}:", central)
+            tasks += self._domain_tasks(CENTRAL_PREFIX, central)
         return tasks
 
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
@@ -117,10 +119,11 @@ class SetScores:
         row |= self._client_columns(held_out, "_unseen", scoring)
         central_domains = []
         for name, (report,) in by_name.items():
-            if name.startswith(f"{CENTRAL}:"):
+            if name.startswith(CENTRAL_PREFIX):
                 central_domains.append(report)
                 continue
-            row |= {f"{metric}.{name}": value for metric, value in report.metrics.items()}
+            domain = name.removeprefix(DOMAIN_PREFIX)
+            row |= {f"{metric}.{domain}": value for metric, value in report.metrics.items()}
         for name, values in _by_metric(central_domains).items():
             row[f"{name}_worst_domain"] = _worst(name, list(values.values()))
         if validated and best is not None:

@@ -340,6 +340,26 @@ def test_learners_with_an_evaluate_function_have_domain_scores(tmp_path: Path) -
         assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
 
 
+def test_evaluate_function_scores_domains_called_like_other_sets(tmp_path: Path) -> None:
+    class ScoredMeans(Scored):
+        name = Means.name  # the initial parameters depend on the name
+
+    generator = np.random.default_rng(0)
+    names = np.repeat(["client", "central", "validation", "central:client"], 30)
+    labels = generator.integers(3, size=120)
+    inputs = 4 * np.eye(3)[labels] + generator.normal(size=(120, 3))
+    data = {"train": (inputs, labels, names), "test": (inputs[:60], labels[:60], names[:60])}
+    words = (
+        "model=mlp partition=iid partition.clients=4 partition.validation_fraction=0.3 "
+        "schedule.cohort=2 runtime=inprocess tracking=none rounds=1"
+    )
+    usual = raysim.run(words, data=data, learner=Means(), out=str(tmp_path / "usual"), quiet=True)
+    own = raysim.run(words, data=data, learner=ScoredMeans(), out=str(tmp_path / "own"), quiet=True)
+    columns = [f"accuracy{end}" for end in ("", "_global", "_validation", "_worst_domain")]
+    for name in (*columns, *(f"accuracy.{domain}" for domain in np.unique(names))):
+        assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
+
+
 def test_evaluate_function_of_a_learner_can_return_no_score(tmp_path: Path) -> None:
     result = raysim.run(
         f"{QUICK} rounds=2", learner=Scored({}), out=str(tmp_path / "run"), quiet=True
