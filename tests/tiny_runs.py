@@ -308,7 +308,9 @@ class TimedDevices(Fixed):
     ) -> Trip:
         return Trip(start + float(self._each[client]), True)
 
-    def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
+    def seconds(
+        self, samples: np.ndarray, down: int | np.ndarray, up: int | np.ndarray
+    ) -> np.ndarray:
         return self._each
 
 

@@ -32,7 +32,7 @@ class ClientFacts:
     seconds: the virtual seconds from the dispatch to the finish of the last finished job.
     last_finish: the virtual second in which the last finished job finished. For both, lost jobs do
     not count as finished.
-    staleness: the staleness of the last aggregated job.
+    staleness: the staleness of the last job in an aggregation; failed jobs count, too.
     """
 
     samples: Ints
@@ -121,7 +121,10 @@ class SelectionView:
 
     @cached_property
     def accepted(self) -> np.ndarray:
-        """The number of aggregated jobs of each client so far, int32 [n]."""
+        """The number of each client's jobs in the aggregations so far, int32 [n].
+
+        Failed jobs count, too: an aggregation may be planned before its jobs are trained.
+        """
         return self.facts.accepted[self.clients]
 
     @cached_property
@@ -150,7 +153,10 @@ class SelectionView:
 
     @cached_property
     def staleness(self) -> Floats:
-        """The staleness of each client's last aggregated job, float64 [n]; nan if none."""
+        """The staleness of each client's last job in an aggregation, float64 [n]; nan if none.
+
+        Failed jobs count, too.
+        """
         return self.facts.staleness[self.clients]
 
     @cached_property
@@ -167,7 +173,7 @@ class SelectionView:
 
         A job receives the model, trains and sends the update. The fleet estimates each client's
         first job, so clients without a job so far have a value, too. Later jobs have the same
-        value. The sizes of all messages are those of the first client with samples.
+        value.
         """
         return self.estimate_seconds()[self.clients]
 

@@ -343,7 +343,8 @@ def _check_devices(fleet: Fleet, study: Study) -> None:
         assert 5.0 <= trip.finish < math.inf, (
             f"client {client} starts at 5 s and finishes at {trip.finish} s"
         )
-    seconds = one.seconds(np.full(clients, 20.0), 1000, 1000)
+    floats = np.full(clients, 1000)
+    seconds = one.seconds(np.full(clients, 20.0), floats, floats)
     assert seconds.shape == (clients,) and (seconds >= 0).all(), (
         "seconds must be one number of at least 0 per client"
     )

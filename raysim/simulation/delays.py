@@ -112,7 +112,9 @@ class RandomDelays:
         seconds = least + (self._most[client] - least) * uniform(self._key, client, participation)
         return self._fate.trip(client, participation, start, seconds)
 
-    def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
+    def seconds(
+        self, samples: np.ndarray, down: int | np.ndarray, up: int | np.ndarray
+    ) -> np.ndarray:
         """Return the mean duration of a job for each client in seconds, float64 [clients].
 
         samples, down, up: have no effect here.

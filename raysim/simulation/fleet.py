@@ -51,12 +51,14 @@ class Devices(Protocol):
         """
         ...
 
-    def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
+    def seconds(
+        self, samples: np.ndarray, down: int | np.ndarray, up: int | np.ndarray
+    ) -> np.ndarray:
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
         samples: [clients], the training work (`Job.work`).
-        down, up: the floats received and sent.
+        down, up: the floats received and sent, [clients], or one number for all clients.
         """
         ...
 
@@ -73,6 +75,27 @@ class DevicesWithPhases(Protocol):
         down, up: the floats received and sent.
         """
         ...
+
+
+def expected_seconds(
+    devices: Devices,
+    load: Callable[[int, int, int, int], tuple[float, int, int]],
+    eligible: np.ndarray,
+    clients: int,
+) -> np.ndarray:
+    """Return the expected virtual seconds of each client's first job, float64 [clients].
+
+    No drop-outs are assumed. The values have no meaning for clients that are not in `eligible`.
+    load: returns what a client's next job costs: the samples to process, the floats to receive and
+    the floats to send. Its arguments are those of the planner's `load`.
+    eligible: int64 [n], the clients with training samples.
+    clients: the number of clients of the run.
+    """
+    loads = np.zeros((clients, 3))
+    first_loads = (load(client, 0, 0, 0) for client in eligible.tolist())
+    loads[eligible] = np.fromiter(first_loads, np.dtype((float, 3)))
+    work, down, up = loads.T
+    return np.asarray(devices.seconds(work, down, up), np.float64)
 
 
 @dataclass(frozen=True)
@@ -284,12 +307,14 @@ class Fixed:
             up * FLOAT_BYTES / self._up[client],
         )
 
-    def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
+    def seconds(
+        self, samples: np.ndarray, down: int | np.ndarray, up: int | np.ndarray
+    ) -> np.ndarray:
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
         samples: [clients], the training work (`Job.work`).
-        down, up: the floats received and sent.
+        down, up: the floats received and sent, [clients], or one number for all clients.
         """
         speeds = self._speeds
         training = samples / speeds.samples

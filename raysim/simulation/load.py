@@ -153,7 +153,7 @@ class Loads:
 
         version: the base version of the job; 0 for an estimate before the run.
         earlier: the number of the client's earlier jobs.
-        accepted: how many of these jobs were aggregated.
+        accepted: how many of these jobs were in an aggregation, with failed jobs.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -239,7 +239,7 @@ class PeerLoads:
 
         version: the base version of the job; 0 for an estimate before the run.
         earlier: the number of the client's earlier jobs.
-        accepted: how many of these jobs were aggregated.
+        accepted: how many of these jobs were in an aggregation, with failed jobs.
         """
         load = self._loads(client, version, earlier, accepted)
         exchanges = (version + 1) % self._every == 0
@@ -269,7 +269,7 @@ class ChoiceLoads:
 
         version: the base version of the job; 0 for an estimate before the run.
         earlier: the number of the client's earlier jobs.
-        accepted: how many of these jobs were aggregated.
+        accepted: how many of these jobs were in an aggregation, with failed jobs.
         """
         load = self._loads(client, version, earlier, accepted)
         passes = FORWARD * self._replicas * self._counts.item(client)

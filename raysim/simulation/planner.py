@@ -24,7 +24,7 @@ from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.costs import Costs, JobCost
 from raysim.simulation.events import RunStoppedError
-from raysim.simulation.fleet import Devices
+from raysim.simulation.fleet import Devices, expected_seconds
 from raysim.simulation.idle_clients import IdleClients
 from raysim.simulation.schedule import (
     Aggregate,
@@ -234,7 +234,7 @@ class Planner:
         self.cohorts = 0  # cohorts drawn so far
         self.dispatched = 0  # jobs so far
         self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
-        self.accepted = np.zeros(len(counts), np.int32)  # [clients] aggregated jobs so far
+        self.accepted = np.zeros(len(counts), np.int32)  # [clients] jobs in aggregations so far
         self._events: list[tuple[float, int, Job]] = []  # ends of jobs: a heap by time and client
         self._busy: set[int] = set()
         # Exchanges of the replicas so far; with `network.seconds`, the periods that have passed.
@@ -295,12 +295,8 @@ class Planner:
         """
         if not self.schedule.pools:
             return []
-        first_jobs = (self._load(client, 0, 0, 0).work for client in self.eligible.tolist())
-        work = np.zeros(len(counts))
-        work[self.eligible] = np.fromiter(first_jobs, float)
-        _, down, up = self._load(int(self.eligible[0]), 0, 0, 0)
-        seconds = self.devices.seconds(work, down, up)[self.eligible]
-        order = self.eligible[np.argsort(seconds, kind="stable")]
+        seconds = expected_seconds(self.devices, self._load, self.eligible, len(counts))
+        order = self.eligible[np.argsort(seconds[self.eligible], kind="stable")]
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
@@ -881,7 +877,7 @@ class Planner:
 
         state, selection, received: what `state`, `selection_arrays` and `received` returned.
         participations: int32 [clients], the number of each client's jobs.
-        accepted: int32 [clients], the number of each client's aggregated jobs.
+        accepted: int32 [clients], the number of each client's jobs in aggregations.
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

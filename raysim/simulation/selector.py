@@ -15,7 +15,7 @@ from raysim.data.partition import Floats
 from raysim.primitives.streams import stream
 from raysim.simulation.availability import Availability, Change
 from raysim.simulation.events import RunStoppedError
-from raysim.simulation.fleet import Devices, DevicesWithPhases, Trip
+from raysim.simulation.fleet import Devices, DevicesWithPhases, Trip, expected_seconds
 
 # A function that returns clients' losses of the current model, given the clients and the most
 # samples of each.
@@ -121,8 +121,8 @@ class Selector:
     concurrency: the largest number of jobs in flight.
     load: returns what a client's next job costs: the samples to process, the floats to receive and
     the floats to send. Its arguments are those of the planner's `load`.
-    participations, accepted: int32 [clients], the numbers of each client's jobs and aggregated
-    jobs. The planner updates these arrays.
+    participations, accepted: int32 [clients], the numbers of each client's jobs so far, and of its
+    jobs in the aggregations so far. The planner updates these arrays.
     """
 
     def __init__(
@@ -271,16 +271,12 @@ class Selector:
     def _expected_seconds(self) -> Floats:
         """Return the expected virtual seconds of each client's first job, float64 [clients].
 
-        No drop-outs are assumed. All jobs are assumed to receive and send as many floats as the
-        first job of the first client with samples. The values are also used for later jobs. For
-        clients without samples they have no meaning.
+        The values are also used for later jobs. They have no meaning for clients without samples.
         """
         if self._seconds is None:
-            work = np.zeros(len(self._busy))
-            loads = (self._load(client, 0, 0, 0)[0] for client in self._eligible.tolist())
-            work[self._eligible] = np.fromiter(loads, float)
-            _, down, up = self._load(int(self._eligible[0]), 0, 0, 0)
-            self._seconds = np.asarray(self._devices.seconds(work, down, up), np.float64)
+            self._seconds = expected_seconds(
+                self._devices, self._load, self._eligible, len(self._busy)
+            )
             self._seconds.flags.writeable = False
         return self._seconds
 
@@ -320,9 +316,10 @@ class Selector:
             client: self._load(client, version, int(earlier[client]), int(accepted[client]))[1]
             for client in clients
         }
-        work_of_all = np.zeros(len(self._busy))
+        work_of_all, down_of_all = np.zeros(len(self._busy)), np.zeros(len(self._busy))
         work_of_all[list(work)] = list(work.values())
-        seconds = self._devices.seconds(work_of_all, max(down.values()), 1)[list(clients)]
+        down_of_all[list(down)] = list(down.values())
+        seconds = self._devices.seconds(work_of_all, down_of_all, 1)[list(clients)]
         self.loss_pass = LossPass(float(seconds.max()), work, down)
         if self.measure is None:
             return np.full(len(clients), np.nan)

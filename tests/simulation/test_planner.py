@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, reject, settings, strategies as st
 from tiny_runs import TimedFleet, run_to_end, untrained_run
 
+from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.simulation.availability import Diurnal, Intervals, MarkovAvailability
-from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
+from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Lognormal, Speeds
 from raysim.simulation.planner import Load, PlannedAggregation, Planner
 from raysim.simulation.schedule import (
     Action,
@@ -74,6 +75,17 @@ def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) 
     return Planner(
         schedule, fleet.devices(seed, len(counts), lambda: 1.0), seed, np.asarray(counts), load
     )
+
+
+def slow_devices(*receiving: float) -> Devices:
+    """Return devices that train at once, and send a float in 2 seconds.
+
+    receiving: for each client, the seconds in which it receives a float.
+    """
+    training = np.full(len(receiving), np.inf)
+    down = FLOAT_BYTES / np.array(receiving)
+    up = np.full(len(receiving), FLOAT_BYTES / 2)
+    return Fixed(Speeds(training, down, up), Fate())
 
 
 def is_available(devices: Devices, client: int, now: float) -> bool:
@@ -563,6 +575,18 @@ def test_tiered_schedule_groups_clients_by_the_duration_of_their_first_job() -> 
     result = [step.dispatched for step in steps(plan, 4)]
     assert {job.client for jobs in result for job in jobs if job.pool == 0} == {1, 3, 5}
     assert {job.client for jobs in result for job in jobs if job.pool == 1} <= {0, 2, 4}
+
+
+def test_tiered_schedule_groups_clients_by_their_own_traffic() -> None:
+    floats = [9, 1, 8, 2, 7, 3]
+    devices = slow_devices(1, 1, 1, 1, 1, 1)
+
+    def traffic(client: int, version: int, earlier: int, accepted: int) -> Load:
+        return Load(1.0, floats[client], 1)
+
+    plan = Planner(Tiered(2, 3), devices, 0, np.full(6, 5), traffic)
+    jobs = [job for step in steps(plan, 4) for job in step.dispatched]
+    assert {job.client for job in jobs if job.pool == 0} == {1, 3, 5}
 
 
 def test_lost_jobs_stop_a_run_only_if_they_are_consecutive(

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from cluster import Workers
 from hypothesis import given, reject, settings, strategies as st
-from test_planner import CLIENTS, COUNTS, FLEETS, SCHEDULES, is_available, load
+from test_planner import CLIENTS, COUNTS, FLEETS, SCHEDULES, is_available, load, slow_devices
 from tiny_runs import TimedFleet, coordinate, run, run_spec, run_to_end
 
+from raysim.api.local_job import LocalJob
 from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.api.selection import Random, Selection, SelectionView, draw_weighted
@@ -28,7 +29,7 @@ from raysim.primitives.streams import stream
 from raysim.results.history import Row, mean_worker_busy
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.oort import Oort
-from raysim.simulation.planner import PlannedAggregation, Planner
+from raysim.simulation.planner import Load, PlannedAggregation, Planner
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.simulation.selection_rules import (
     FedCS,
@@ -222,6 +223,23 @@ def test_selection_receives_reports_of_all_earlier_aggregations() -> None:
         np.testing.assert_allclose(update.norm, np.linalg.norm(update.delta), rtol=1e-5)
 
 
+class FailClient0(Method):
+    name = "fail_client_0"
+
+    def begin(self, job: LocalJob) -> None:
+        if job.client == 0:
+            raise KeyError("on purpose")
+
+
+def test_accepted_jobs_of_a_client_include_failed_jobs() -> None:
+    seen: list[dict[str, Any]] = []
+    spec = run_spec(FailClient0(), selection=Looking(seen))
+    run(spec, Synchronous(6), rounds=2, tolerate=0.5)
+    last = seen[-1]
+    assert last["clients"].tolist() == [0, 1, 2, 3, 4, 5] and last["accepted"].tolist() == [1] * 6
+    assert np.isnan(last["loss"]).tolist() == [True] + [False] * 5
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_plan_is_only_one_aggregation_ahead_if_selection_needs_reports(name: str) -> None:
     coordinator = coordinate(run_spec(selection=RULES[name]), Buffered(4, 1), rounds=8)
@@ -313,6 +331,46 @@ def test_fedcs_chooses_clients_until_no_further_client_meets_the_deadline() -> N
 def test_fedcs_chooses_the_fastest_client_if_no_client_meets_the_deadline() -> None:
     plan = planner(FedCS(1e-6), Synchronous(4), Ideal(speed=1000.0))
     assert [job.client for job in step(plan).dispatched] == [0]
+
+
+@dataclass(frozen=True)
+class Fastest(Selection):
+    """A selection that chooses the clients with the shortest expected jobs, and records these.
+
+    seconds: gets the expected seconds of all clients in each choice.
+    sending: gets the seconds in which they send.
+    """
+
+    seconds: list[np.ndarray]
+    sending: list[np.ndarray]
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        self.seconds.append(view.expected_seconds)
+        self.sending.append(view.sending_seconds(view.clients))
+        return view.clients[np.argsort(view.expected_seconds)[: view.count]]
+
+
+def floats_by_client(client: int, version: int, earlier: int, accepted: int) -> Load:
+    return Load(5.0, 100 - 10 * client, 10 - client)
+
+
+def test_expected_seconds_use_the_traffic_of_each_client() -> None:
+    rule = Fastest([], [])
+    devices, counts = slow_devices(1, 1, 1, 1), np.array([5, 5, 0, 5])
+    plan = Planner(Synchronous(1), devices, 0, counts, floats_by_client, selection=rule)
+    (job,) = plan.next_aggregation().dispatched
+    assert rule.seconds[0].tolist() == [100 + 2 * 10, 90 + 2 * 9, 70 + 2 * 7]
+    assert rule.sending[0].tolist() == [20, 18, 14]
+    assert (job.client, job.finish) == (3, 84.0)
+
+
+def test_pass_for_losses_ends_when_its_slowest_client_has_sent() -> None:
+    """Clients 0 and 3 receive 100 and 70 floats in 100 and 140 s, and send one in 2 s."""
+    devices, counts = slow_devices(1, 1, 1, 2), np.array([5, 0, 0, 5])
+    rule = PowerOfChoice(2)
+    plan = Planner(Synchronous(2), devices, 0, counts, floats_by_client, selection=rule)
+    jobs = plan.next_aggregation().dispatched
+    assert [job.finish for job in jobs] == [142 + 2 * 10, 142 + 2 * 7]
 
 
 def test_oort_explores_all_clients_in_the_end() -> None:
