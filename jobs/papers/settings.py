@@ -86,6 +86,12 @@ SETTINGS = (
         "fedbr-cnn_equal_steps",
     ),
     _setting(
+        "rotated-fast",
+        "RotatedMNIST, the paper's CNN, 100 rounds of 50 steps at rate 0.03",
+        "experiment=fedbr/rotated_mnist rounds=100 data.rotation.test=spread local.lr=0.03",
+        "fedbr-fast_steps",
+    ),
+    _setting(
         "rotated-paper",
         "the paper's setting",
         "experiment=fedbr/rotated_mnist",

@@ -12,10 +12,11 @@ and the mean gradient; c_i+ is the next c_i. x are the received and y the traine
 K steps with learning rate eta. S are the participants.
 
 Departures from the paper
-- With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), as in FedNTD's
-  code. With K itself, c_i would be too large.
+- With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho). With K itself,
+  c_i would be too large. The formula is from FedNTD's code, which has SCAFFOLD as a baseline.
 - Buffers have no control variates, and are averaged as in FedAvg.
-- Models are averaged uniformly, as in the paper; FedNTD's code weights them by samples.
+
+Models are averaged uniformly, as in the paper. FedNTD's code weights them by samples.
 """
 
 from __future__ import annotations

@@ -375,11 +375,11 @@ def _form(tensor: Tensor | None) -> object:
 
 @contextmanager
 def _name_method_in_errors() -> Iterator[None]:
-    """Convert errors inside the `with` statement, which computes a recorded step.
+    """Replace errors of a recorded step by clearer ones, inside a `with` statement.
 
-    The new error has a hook's error text if the hook would also fail without a recording. Otherwise
-    it names the method, or else "the model or the loop", and suggests `runtime.graph=false`. A
-    LanesError stays unchanged.
+    A `HookError` becomes a `RefusedError` with the same text: the hook would also fail without a
+    recording. A `LanesError` stays unchanged. Any other error becomes a `LanesError`, which names
+    the method, if one has caused it, and suggests `runtime.graph=false`.
     """
     try:
         yield

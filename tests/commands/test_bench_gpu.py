@@ -57,8 +57,9 @@ def test_bench_gpu_writes_a_page_if_ray_and_hydra_are_not_installed(tmp_path: Pa
     assert {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3", "G4"}
 
 
-def test_page_of_gpu_speeds_shows_the_stored_results(tmp_path: Path) -> None:
-    stored = Path(__file__).parents[2] / "docs/gpu"
+@pytest.mark.parametrize("folder", ["gpu", "gpu_h200"])
+def test_page_of_gpu_speeds_shows_the_stored_results(folder: str, tmp_path: Path) -> None:
+    stored = Path(__file__).parents[2] / "docs" / folder
     write_page(json.loads((stored / gpu.RESULTS).read_text()), tmp_path)
     assert (tmp_path / PAGE).read_text() == (stored / PAGE).read_text()
     names = {path.name for path in stored.iterdir()}
@@ -107,6 +108,16 @@ def test_results_of_convolutional_models_are_close_in_all_execution_modes(name: 
     assert [row["way"] for row in rows] == [mode.name for mode in gpu.CHECKED_MODES for _ in (0, 1)]
     assert not [row for row in rows if "refused" in row]
     assert [row["distance"] <= row["allowed"] for row in rows] == 6 * [True]
+
+
+def test_bench_gpu_refuses_a_folder_with_results_of_another_device(tmp_path: Path) -> None:
+    options = gpu.GpuOptions(device="cpu", parts=())
+    results = gpu.main(tmp_path, options)
+    assert results["about"]["device"] == "cpu"
+    results["about"]["device"] = "NVIDIA H100"
+    (tmp_path / gpu.RESULTS).write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=r"results of NVIDIA H100 with .* this device is cpu"):
+        gpu.main(tmp_path, options)
 
 
 @pytest.mark.parametrize(

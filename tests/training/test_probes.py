@@ -160,7 +160,15 @@ def test_weight_of_a_client_equals_its_number_of_probe_samples_of_unseen_classes
     found = diagnostics.summarise_probes([few, most])
     assert found["unseen_probability"] == pytest.approx((1 + 1 + 0.25 + 0) / 4)
     assert found["seen_share"] == pytest.approx((0 + 3 * 0.25) / 4)
-    assert found["feature_likeness"] == pytest.approx((1 + 0 + 0 + 1 + 0 + 0) / 6)
+
+
+def test_weight_of_feature_likeness_equals_pairs_of_seen_and_unseen_samples() -> None:
+    features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
+    one = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)
+    two = Probe(1, 1, LABELS, SEEN, 0.5, features, features, PROBABILITIES)
+    found = diagnostics.summarise_probes([one, two])
+    # The first client has 1 unseen sample and 3 seen ones, the second 2 and 2.
+    assert found["feature_likeness"] == pytest.approx((1 + 0 + 0 + 4 * 0) / (3 + 4))
 
 
 def test_probe_summary_without_probes_has_empty_columns() -> None:

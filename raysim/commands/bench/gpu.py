@@ -15,6 +15,7 @@ to DIR/results.json and DIR/page.md.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import json
@@ -459,6 +460,7 @@ def _device_use(device: str) -> Iterator[ResultRow]:
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
     if is_cuda:
+        gc.collect()  # an earlier run's CUDA graphs keep their memory until they are collected
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     monitor = UtilizationMonitor(device)
@@ -684,13 +686,18 @@ def describe_device(device: str) -> ResultRow:
     }
 
 
+def _format_device(about: Mapping[str, Any]) -> str:
+    return f"{about['device']} with torch {about['torch']}"
+
+
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Make the measurements in `options.parts`; return new and earlier results.
 
     folder: has the file results.json with earlier results. This file and page.md are written after
     each part.
     say: gets a line for each part.
-    Raise `ValueError` for an unknown part, and for a CUDA device if torch sees no GPU.
+    Raise `ValueError` for an unknown part, for a CUDA device if torch sees no GPU, and if `folder`
+    has results of another device or another version of PyTorch.
     """
     for part in options.parts:
         if part not in PARTS:
@@ -701,7 +708,14 @@ def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any
         )
     path = make_folder(folder) / RESULTS
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    results["about"] = describe_device(options.device)
+    about = describe_device(options.device)
+    earlier = results.get("about", about)
+    if earlier != about:
+        raise ValueError(
+            f"--out {folder}: this folder has results of {_format_device(earlier)}, and this "
+            f"device is {_format_device(about)}. Use another folder"
+        )
+    results["about"] = about
     results["workloads"] = {
         name: {**vars(workload), "model": type(workload.model).__name__}
         for name, workload in options.workloads.items()

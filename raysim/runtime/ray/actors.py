@@ -100,8 +100,8 @@ def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> 
     """Return the run; its data set's path is changed to a path that exists on this node.
 
     If the path does not exist, the node's first process writes the file for all its processes.
-    content: a list with a reference to the content of the file. [] changes nothing, because all
-    processes of the run are on one node.
+    content: a list with a reference to the content of the file. It is [] if all processes of the
+    run are on one node; the run is then returned unchanged.
     """
     path = spec.data.dataset_path
     if not content or path.exists():

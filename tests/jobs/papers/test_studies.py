@@ -79,7 +79,7 @@ def test_study_commands_include_every_run_that_has_stored_results(tmp_path: Path
     for name in names:
         started(tmp_path, name)
     studies = started(tmp_path)  # what they have written down
-    assert len(studies) == 40
+    assert len(studies) == 41
     planned: dict[tuple[object, ...], list[dict[str, str]]] = {}
     for words in studies:
         assert words[0] == "study" and words[2] == "resume=latest"
