@@ -185,8 +185,8 @@ class InputRows(NamedTuple):
     """The inputs of all samples.
 
     values: a row for each sample.
-    tokens: the number of different tokens, and the token that fills short rows; None without
-    tokens, and for separate inputs.
+    tokens: the number of different tokens, and the token that fills short rows; None if
+    the inputs are not tokens, and with data.separate=true.
     fields: a description of each input, in the order of a row of `values`; () for a single input.
     """
 

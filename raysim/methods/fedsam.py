@@ -65,10 +65,10 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
 class FedSAM(Method):
     """A method that uses the gradient at a nearby point with a higher loss.
 
-    rho: how far this point lies from the model; 0 is FedAvg. With `adaptive`, each entry of the
-    shift is first divided by its entry of T, see the formulas of the module.
+    rho: the distance of this point from the model; 0 is FedAvg. With `adaptive`, it is the norm of
+    the shift after each entry was divided by |parameter| + eta.
     adaptive: True shifts large parameters more than small ones (FedASAM).
-    eta: added to the absolute values of the parameters in FedASAM's formula.
+    eta: see `rho`; used only with `adaptive`.
     """
 
     name = "fedsam"

@@ -561,8 +561,8 @@ class Evaluator:
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
         """Return the columns with scores of the clients' own models; store each client's scores.
 
-        reports: each report has the scores of a client's test samples. Without a suffix, those of
-        the client's validation samples follow, if there are any.
+        reports: each report has the scores of a client's test samples. With the suffix "", it also
+        has the scores of the client's validation samples, if there are any.
         suffix: the end of the columns' names: "_finetuned" for fine-tuned models, else "".
         """
         row: Row = {}

@@ -497,8 +497,8 @@ def _ranges_of_sums(
 ) -> dict[range, np.ndarray | None]:
     """Map ranges of job positions to the sums of updates that workers made.
 
-    A job's position is its index among all jobs of the aggregation. A sum is left out if all its
-    jobs failed.
+    A job's position is its index among all jobs of the aggregation. The result has no entry for a
+    sum whose jobs all failed.
     sums: the sums, by the numbers of their jobs, which have consecutive positions.
     positions: maps job numbers to positions; failed jobs are missing.
     """
