@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,20 @@ def stack_images(
         stack[row] = pixels
     assert stack is not None, "callers check that there are images"
     return stack
+
+
+def resize_masks(masks: NDArray[Any], size: int) -> NDArray[Any]:
+    """Return masks [n, size, size], in which each pixel has the class of the nearest old pixel.
+
+    masks: int64 [n, h, w], the class of each pixel, below 2^31.
+    """
+    from PIL import Image
+
+    resized = np.empty((len(masks), size, size), np.int64)
+    for row, mask in enumerate(masks.astype(np.int32)):
+        picture = Image.fromarray(mask).resize((size, size), Image.Resampling.NEAREST)
+        resized[row] = np.asarray(picture)
+    return resized
 
 
 def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]:

@@ -19,7 +19,7 @@ from raysim.data.corruption import Rotation
 from raysim.data.csr import Ints
 from raysim.data.dataset import Dataset, Inputs, LabelArray, Samples, open_or_build
 from raysim.data.labels import read_labels, streams_error
-from raysim.data.pictures import Picture, stack_images
+from raysim.data.pictures import Picture, resize_masks, stack_images
 from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import suggest
@@ -98,7 +98,8 @@ class Source:
     """The base class of data sources, with the settings that all sources have.
 
     only: the names of the classes to keep, numbered in this order; None keeps all.
-    size: the height and width in pixels to which images are resized; None keeps their size.
+    size: the height and width in pixels to which images and their masks are resized; None keeps
+    their size.
     channels: 1 makes images grey, 3 makes them RGB. None keeps grey images and makes coloured
     pictures RGB, without transparency.
     cache: the folder for the data sets that raysim writes. None uses the environment variable
@@ -228,7 +229,9 @@ class Source:
             stat = path.stat()
             files.append((os.path.realpath(path), stat.st_size, stat.st_mtime_ns))
         name = type(self).__name__.lower()
-        content = {"source": name, "settings": settings, "files": files}
+        content: dict[str, object] = {"source": name, "settings": settings, "files": files}
+        if self.size is not None:
+            content["resizes_masks"] = True  # older files in the cache have masks of the old size
         return open_or_build(self.cache, name, content, self._read_samples)
 
     def _read_samples(self) -> Samples:
@@ -251,10 +254,15 @@ class Source:
                 f"data source {name} has {len(inputs)} inputs and {count} labels. Give each input "
                 "one label."
             )
+        labels = convert_labels(raw.labels, raw.kind, len(raw.class_names), name)
+        are_images = inputs.dtype == np.uint8 and inputs.ndim == 4
+        if self.size is not None and are_images and raw.kind == "positions" and labels.ndim == 3:
+            check_memory(f"{count} masks of data.size={self.size}", 8 * count * self.size**2)
+            labels = resize_masks(labels, self.size)
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
         return Samples(
             inputs,
-            convert_labels(raw.labels, raw.kind, len(raw.class_names), name),
+            labels,
             domains,
             raw.train_rows,
             raw.class_names,

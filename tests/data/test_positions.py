@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import quick_runs
 import torch
+from PIL import Image
 from sklearn.metrics import f1_score, jaccard_score
 from tiny_runs import coordinate, run, run_spec, run_to_end, several_workers
 from torch import Tensor, nn
@@ -145,6 +146,28 @@ def test_model_whose_outputs_are_images_is_trained_by_regression() -> None:
     x, _ = images()
     row = raysim.run(**FAST, model=lambda: nn.Conv2d(1, 1, 1), data=(x, x * 2)).rows[-1]
     assert row["mae"] is not None and np.isfinite(row["train_loss"])
+
+
+@pytest.mark.parametrize("size", [4, 6, 16])
+def test_setting_data_size_resizes_masks_like_pillow(size: int) -> None:
+    generator = np.random.default_rng(2)
+    x = generator.integers(256, size=(5, 1, 8, 12), dtype=np.uint8)
+    y = generator.integers(3, size=(5, 8, 12))
+    y[:, 0] = 255
+    built = store_arrays((x, y), {"size": size, "ignore": 255}).build()
+    assert built.inputs.shape == (5, 1, size, size) and built.labels.shape == (5, size, size)
+    for mask, labels in zip(y, built.labels, strict=True):
+        picture = Image.fromarray(mask.astype(np.uint8)).resize((size, size), resample=0)
+        expected = np.asarray(picture).astype(int)
+        assert np.where(labels == IGNORED, 255, labels).tolist() == expected.tolist()
+
+
+def test_setting_data_size_resizes_images_and_masks_of_numpy_files(tmp_path: Path) -> None:
+    x = np.random.default_rng(3).integers(256, size=(40, 1, 16, 16), dtype=np.uint8)
+    np.savez(tmp_path / "train.npz", x=x, y=(x[:, 0] > 128).astype(int))
+    words = f"data=numpy data.root={tmp_path} data.size=8 model=unet model.width=4"
+    row = raysim.run(words, **FAST, out=tmp_path / "run").rows[-1]
+    assert row["accuracy"] is not None and np.isfinite(row["train_loss"])
 
 
 # --- samples without a label --------------------------------------------------------------
