@@ -353,7 +353,14 @@ BEST_VALIDATION = Score("accuracy_best", last, 100)
 SHIFT = Score("decomposition.distribution_shift", mean_of_last)
 GLOBAL_LOSS = Score("decomposition.global_loss", mean_of_last)
 AGGREGATION = Score("decomposition.aggregation", absolute_mean_of_last)
-ROTATED = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-cnn-steps", "rotated-paper")
+ROTATED = (
+    "rotated-small",
+    "rotated-cnn",
+    "rotated-steps",
+    "rotated-cnn-steps",
+    "rotated-fast",
+    "rotated-paper",
+)
 ROTATED_PARTS = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-paper")
 ROTATED_MIXUP = ("rotated-small", "rotated-steps", "rotated-paper")
 SKEW = ("skew-slow", "skew-paper-80", "skew-fast", "skew-paper")
