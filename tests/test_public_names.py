@@ -107,12 +107,13 @@ def is_private_module(name: str) -> bool:
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Return whether a dotted path has a private name after the imported name.
+    """Return True if a path, such as "ray.util._helper", contains a private name of a library.
 
     In packages of `STRICT`, names with a single leading underscore are private. In other packages,
     only "_internal" and "_private" are private.
 
-    names: the dotted path of each imported name.
+    names: the full path of each imported name.
+    path: begins with an imported name, which is not checked itself.
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:

@@ -92,7 +92,7 @@ class Partition:
 
     @property
     def all_train(self) -> CSR:
-        """Return the training rows of all clients, including unseen ones."""
+        """Return the row numbers of all clients' training samples, including unseen clients."""
         return self.train if self.with_unseen is None else self.with_unseen
 
     def parts_of_clients(self) -> list[CSR]:

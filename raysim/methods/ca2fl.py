@@ -12,7 +12,8 @@ learning rate:
 Departures from the paper
 - If a client has two updates in a buffer, both use the h_i from before this aggregation. Afterwards
   h_i is the later update.
-- With average="all", as in the paper, early steps are short.
+- With the option average="seen", h is the mean over the clients that have sent an update. With the
+  paper's mean over all clients, the first steps are short.
 - Updates have no staleness weights.
 - BatchNorm's statistics become the mean over the updates in the buffer.
 - The paper's MF-CA2FL, which saves memory, is not implemented.

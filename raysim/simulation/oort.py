@@ -85,9 +85,9 @@ class Oort(Selection):
         - "round": the number of rounds (choices of clients) so far.
         - "exploration", "preferred": the present values of these options.
         - "chosen_in" [clients]: the latest round that chose the client, from 1; 0 for none.
-        - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": for rounds before the latest, the mean of samples times loss over the clients
-          in "exploited" after the round. There are fewer than 2 * `pacer_step` entries.
+        - "exploited": those clients of the latest round whose loss was known when it chose them.
+        - "utilities": an entry for each earlier round, at most 2 * `pacer_step` - 1 of them. It is
+          the mean of samples times loss over the clients that were "exploited" in that round.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
         """
         return {

@@ -8,7 +8,7 @@ Paper and code leave some questions open. This textbook makes these choices:
 - The weights of the three losses in eq. (1) are 1 - beta, beta/2 and beta/2.
 - D is computed once for a batch.
 - rho and beta depend on the round of the run.
-- RTNet gets class prototypes before real embeddings.
+- In RTNet's step, its first batch is class prototypes, and its second is real embeddings.
 - Without RTNet, a synthetic embedding is (1 - rho) v plus rho times G's output.
 - Without the generator, RTNet gets noise in place of G's output.
 - A batch of one sample is left out.
