@@ -58,7 +58,8 @@ class PublishedVersion:
     floats.
     counters: int64 [layout.shared_counters], the shared buffers that contain integers.
     extras: the methods' tensors for all clients, by "method.name".
-    mark: "" if clients train from this vector; else a text such as "scored 0".
+    mark: "" if clients train from this vector. If it is only scored, "scored", or "scored 2" for
+    replica 2.
     number: the position, from 0, in the list of all published versions of all replicas.
     """
 

@@ -27,8 +27,8 @@ Departures from the paper
   local.keep_optimizer=true.
 - Values travel as 32 bits, not 4 bits.
 - Each fragment moves by the mean of its updates, even if some updates are stale.
-- The traffic to clients is an estimate: k earlier jobs count as if they started from the versions 0
-  to k - 1.
+- The traffic to a client is an estimate, because it depends on s. If the client had k jobs before,
+  they count as if they had started from the versions 0 to k - 1.
 """
 
 from __future__ import annotations

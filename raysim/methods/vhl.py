@@ -280,10 +280,10 @@ class Vhl(Method):
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Add the step's virtual images to the batch, if a term of the loss needs them.
+        """Return the batch with the step's virtual images, if a term of the loss needs them.
 
-        If another method changes the inputs, do not add them: the hook `loss` computes their
-        features.
+        If another method changes inputs, return the batch unchanged. The hook `loss` then computes
+        the features of the virtual images.
         """
         if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))

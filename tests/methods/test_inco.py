@@ -78,7 +78,7 @@ def test_inco_mixes_each_1x2_kernel_separately_only_if_granularity_is_kernel(
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_halves_the_target_if_the_source_is_zero_and_doubles_it_if_both_are_equal(
+def test_inco_halves_a_gradient_if_its_source_is_zero_and_doubles_it_if_it_equals_its_source(
     granularity: str,
 ) -> None:
     # The result is a sum of two directions, times the mean of both norms. For a source of zero, the

@@ -78,7 +78,7 @@ def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) 
 
 
 def slow_devices(*receiving: float) -> Devices:
-    """Return devices that train at once, and send a float in 2 seconds.
+    """Return devices that train in no time, and send a float in 2 seconds.
 
     receiving: for each client, the seconds in which it receives a float.
     """

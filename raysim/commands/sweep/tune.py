@@ -315,7 +315,7 @@ def trial_task(
 ) -> TrialTask:
     """Return the settings that the processes of all trials need.
 
-    experiment: one run of the sweep. All runs have its device and its packages.
+    experiment: any run of the sweep, because all have the same device and packages.
     resources: what a worker reserves, by resource. With sweep.workers=0, a trial's process reserves
     this.
     allow: packages that the configurations may use.
