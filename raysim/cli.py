@@ -336,10 +336,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if replacement:
             parser.exit(2, f"raysim: there is no flag {argument}: {replacement}\n")
     arguments, unknown = parser.parse_known_args(argv)
+    command = f"{parser.prog} {arguments.command}" if arguments.command else parser.prog
     flags = [argument for argument in unknown if argument.startswith("-")]
     if flags:
         flag = flags[0].partition("=")[0]
-        command = f"{parser.prog} {arguments.command}" if arguments.command else parser.prog
         override = _override_for_flag(arguments, argv, flags[0])
         question = f"did you mean {override}? " if override else ""
         parser.exit(2, f"raysim: there is no flag {flag}: {question}see {command} -h\n")
@@ -348,7 +348,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             getattr(arguments, name).extend(unknown)
             unknown = []
     if unknown:
-        parser.error(f"'{unknown[0]}' is not an argument of this command")
+        parser.exit(
+            2, f"raysim: '{unknown[0]}' is not an argument of {command}: see {command} -h\n"
+        )
     return arguments
 
 

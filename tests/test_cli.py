@@ -213,6 +213,13 @@ class TestRefusals:
         error = printed(["run", *words], capsys, status=2)
         assert error == f"raysim: there is no flag {flag}: {question}see raysim run -h\n"
 
+    @pytest.mark.parametrize("words", [["ui", "--update", "a", "b"], ["ui", "a", "b"]])
+    def test_error_of_a_superfluous_argument_names_the_command(
+        self, words: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        error = printed(words, capsys, status=2)
+        assert "'b'" in error and error.endswith("see raysim ui -h\n")
+
     def test_existing_folder_is_refused_before_torch_is_imported(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

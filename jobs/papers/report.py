@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     paper, _, table = options.table.partition("/")
     if table:
-        runs = load_runs(options.runs, warn)
+        runs = load_runs(options.runs, warn) if options.runs else []
         print(compare(options.table, runs, terminal_width(), stored_runs(paper)))
     elif options.runs:
         raise RefusedError(

@@ -446,8 +446,9 @@ def _unmet_needs(task: Task, has_features: bool) -> Mapping[Need, str]:
         missing["classes"] = "needs a class for each sample, but some samples have none"
     if not has_features:
         missing["features"] = (
-            "needs features in front of a linear head, but this model cannot be split (set "
-            "model.head to the name of its last linear layer)"
+            "needs features in front of a linear head, but this model cannot be split (for a model "
+            "of torchvision, timm or huggingface, or your own one, you can set model.head to the "
+            "name of its last linear layer)"
         )
     if not task.is_images:
         shape = f"the inputs of this data have the shape {list(task.shape)}"

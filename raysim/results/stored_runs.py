@@ -108,11 +108,15 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
     warn: function that gets one sentence with the names of the skipped folders. Folders with
     artifacts of MLflow are skipped without a warning.
-    Raises `ValueError` if there is no run, a path does not exist, or a run has a broken file or no
-    finished round.
+    Raises `ValueError` if `paths` is empty, there is no run, a path does not exist, or a run has a
+    broken file or no finished round.
     """
     from raysim.results.mlflow_server import ARTIFACTS
 
+    if not paths:
+        raise ValueError(
+            "runs: the list of runs is empty. Give at least one folder of a run, study or sweep."
+        )
     urls: dict[Path, str] = {}  # of the folders that were fetched
     paths_found = []
     for name in paths:

@@ -410,8 +410,10 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, poolin
     if evaluation.finetune.head and not has_head:
         raise ValueError(
             "evaluate.finetune.head=true (set by you or by a method) fine-tunes only the head, "
-            "but raysim does not know which layer of this model is the head. Set model.head to "
-            "the name of the model's last linear layer, or fine-tune the whole model."
+            "but raysim does not know which layer of this model is the head. Set "
+            "evaluate.finetune.head=false to fine-tune the whole model. For a model of "
+            "torchvision, timm or huggingface, or your own one, you can also set model.head to the "
+            "name of its last linear layer."
         )
     has_classes = task.kind == "classification" and not task.has_unlabelled
     if evaluation.probe and not (has_head and has_classes):

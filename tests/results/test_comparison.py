@@ -255,6 +255,11 @@ def test_error_of_a_wrong_report_argument_contains_its_flag(
         raysim.report(study, **choice)  # type: ignore[arg-type]
 
 
+def test_report_of_an_empty_list_of_runs_is_refused() -> None:
+    with pytest.raises(RefusedError, match="runs: "):
+        raysim.report([])
+
+
 def test_labels_chosen_for_settings_appear_in_tables_and_curves(study: Path) -> None:
     report = raysim.report(study, labels="moon=MOON,fedprox=FedProx", order="MOON")
     assert report.results["setting"].tolist() == ["MOON", "FedProx", "fedavgm"]

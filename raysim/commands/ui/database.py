@@ -51,7 +51,8 @@ def find_root(path: str) -> Path:
     folder = user_path(path).resolve()
     if not folder.is_dir():
         raise RefusedError(
-            f"{path} is no folder. Give the folder that runs are in, or the address of a server."
+            f"{path}: there is no folder of this name. Give the folder that runs are in. For the "
+            "runs on a server, use raysim ui ADDRESS."
         )
     for study in (folder, *folder.parents[:2]):
         is_tracked = (study / RECORD).is_file() or (study / DATABASE).is_file()
@@ -61,9 +62,9 @@ def find_root(path: str) -> Path:
         if (root / DATABASE).is_file() or any(_stored_folders(root)):
             return root
     raise RefusedError(
-        f"{path} contains no runs that MLflow can show. Runs with tracking=none store nothing "
-        "for MLflow, and runs with tracking.uri store their rows on an MLflow server. Give the "
-        "folder of other runs, or the address of that server."
+        f"{path}: this folder contains no runs that MLflow can show. Runs with tracking=none store "
+        "nothing for MLflow, and runs with tracking.uri store their rows on an MLflow server. Give "
+        "the folder of other runs, or use raysim ui ADDRESS for the runs on that server."
     )
 
 
