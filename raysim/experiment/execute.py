@@ -31,6 +31,7 @@ from raysim.experiment.run_folder import (
     begin_folder,
     choose_place,
     last_checkpoint,
+    restart_place,
     separate_checkpoint_folders,
 )
 from raysim.experiment.runtime_events import runtime_events
@@ -212,7 +213,7 @@ def _run_with_restarts(
     quiet: True prints only warnings and errors.
     """
     options = experiment.spec.settings.checkpoint
-    first_checkpoint = place.resume
+    first_place = place
     losses_left = MAX_LOSSES
     address = without_password(experiment.url) or str(place.folder)
     while True:
@@ -229,20 +230,15 @@ def _run_with_restarts(
             start = "round 0: it has no checkpoint"
             if new_checkpoint:
                 start = "its last checkpoint"
-            elif first_checkpoint:
-                start = without_password(first_checkpoint)
+            elif first_place.resume:
+                start = without_password(first_place.resume)
             say(console, f"{reason}. The run restarts from {start}")
         except RefusedError as error:
             if not place.is_restart:
                 raise
             raise RunStoppedError(_with_advice(error, address)) from error
-        execution = replace(experiment.execution, out=str(place.folder), resume="latest")
-        experiment = replace(experiment, execution=execution)
         with errors_as_refusals():
-            place = replace(choose_place(experiment), is_restart=True)
-        if not place.resume and first_checkpoint:
-            note = f"continuing from {without_password(first_checkpoint)}"
-            place = replace(place, resume=first_checkpoint, note=note)
+            place = restart_place(experiment, first_place)
 
 
 def _with_advice(error: Exception, address: str) -> str:

@@ -86,8 +86,21 @@ def choose_place(experiment: Experiment) -> Place:
     if resume is None:
         return _new_place(experiment)
     if resume == "latest":
-        return _latest_place(experiment)
+        return _latest_place(experiment, user_path(folder_to_resume(experiment.execution.out)))
     return _place_of_checkpoint(experiment, resume)
+
+
+def restart_place(experiment: Experiment, first: Place) -> Place:
+    """Return the place at which a run restarts after a process was lost.
+
+    The run continues from its last checkpoint. Without one, it restarts where it began.
+    first: the place at which the run began.
+    Raise `RefusedError` if the folder or the checkpoint cannot be used.
+    """
+    place = _latest_place(experiment, first.folder)
+    if first.resume and not place.resume:
+        place = _continue_checkpoint(first.resume, place, experiment.spec.settings.rounds)
+    return replace(place, is_restart=True)
 
 
 def _new_place(experiment: Experiment) -> Place:
@@ -103,10 +116,10 @@ def _new_place(experiment: Experiment) -> Place:
     return Place(folder)
 
 
-def _latest_place(experiment: Experiment) -> Place:
+def _latest_place(experiment: Experiment, folder: Path) -> Place:
+    """Return the place that continues the run in a folder; a missing folder starts a new run."""
     settings = experiment.spec.settings
     options, rounds = settings.checkpoint, settings.rounds
-    folder = user_path(folder_to_resume(experiment.execution.out))
     exists = folder.exists()
     if exists and not (folder / CONFIG).is_file() and not _has_just_begun(folder):
         raise RefusedError(
