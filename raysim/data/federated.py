@@ -24,6 +24,7 @@ from raysim.primitives.streams import stream
 SETTINGS_OUTSIDE_TITLES = frozenset(
     ("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline)))
 )
+MOVING_AUGMENTATIONS = ("resized_crop", "crop", "flip", "rotate")
 USUAL_IGNORED = 255  # of masks: marks pixels without a label
 MAX_EXAMINED_ROWS = 100  # in which this label is looked for
 CHANNEL_COUNTS = (1, 3, 4)  # of images
@@ -227,6 +228,9 @@ def _check_settings(source: Source, clean: Dataset) -> None:
         )
     if clean.is_images:
         _check_image_sizes(source, clean)
+        has_masks = clean.kind == "positions" and len(clean.label_shape) == 2
+        if has_masks:
+            _refuse_moved_pixels(source)
     else:
         _refuse_image_settings(source, clean)
 
@@ -245,6 +249,22 @@ def _refuse_image_settings(source: Source, clean: Dataset) -> None:
             raise ValueError(
                 f"data.{key}={value} is for images, but the data has {clean.inputs.dtype} inputs "
                 f"of shape {list(clean.shape)}. Leave it out."
+            )
+
+
+def _refuse_moved_pixels(source: Source) -> None:
+    """Raise ValueError if a setting moves the pixels of images whose pixels have labels."""
+    rotation = source.rotation.per
+    settings = {
+        "rotation.per": rotation if rotation != "none" else None,
+        "pool": source.pool if source.pool > 1 else None,
+        "augment": [name for name in source.augment if name in MOVING_AUGMENTATIONS],
+    }
+    for key, value in settings.items():
+        if value:
+            raise ValueError(
+                f"data.{key}={value} moves the pixels of images, but not the labels of these "
+                "pixels. Leave it out, or change images and labels before raysim reads them."
             )
 
 

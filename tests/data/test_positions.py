@@ -217,6 +217,25 @@ def test_setting_that_does_not_support_one_label_per_pixel_is_refused(words: str
         raysim.build(words, **settings, **{"data.ignore": 255}, data=images(), **parts)
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("data.augment=jitter+flip", r"data\.augment=\['flip'\]"),
+        ("data.augment=resized_crop+crop", r"data\.augment="),
+        ("data.augment=rotate", r"data\.augment="),
+        ("data.rotation.per=client", r"data\.rotation\.per=client"),
+        ("data.pool=2", r"data\.pool=2"),
+    ],
+)
+def test_settings_that_move_labelled_pixels_are_refused(words: str, key: str) -> None:
+    x = np.random.default_rng(4).integers(256, size=(40, 1, 8, 8), dtype=np.uint8)
+    masks = (x[:, 0] > 128).astype(int)
+    settings = {name: value for name, value in FAST.items() if name != "quiet"}
+    raysim.build("data.augment=jitter+grey", **settings, model=pixels, data=(x, masks))
+    with pytest.raises(RefusedError, match=key):
+        raysim.build(words, **settings, model=pixels, data=(x, masks))
+
+
 def test_error_of_class_scores_in_the_last_axis_suggests_movedim() -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
