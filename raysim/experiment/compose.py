@@ -7,7 +7,6 @@ checks and applies the overrides.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +111,7 @@ def _draft_config(
         stored = resumed = _load_resumed(values)
     all_options = _stored_options(stored, groups) | options
     hashable_options = tuple((group, tuple(names)) for group, names in all_options.items())
-    config = copy.deepcopy(compose_files(hashable_options, groups, tuple(roots)))
+    config = compose_files(hashable_options, groups, tuple(roots))
     if stored is not None:
         _restore_objects(config, stored, options, groups)
     if resumed is not None and "runtime" in options:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -61,14 +62,19 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
     return cast(Node, node)
 
 
-@functools.lru_cache(maxsize=512)
 def parse_yaml(text: str) -> DictConfig | ListConfig:
-    """Return the content of a YAML file. The result is cached: copy it before you change it.
+    """Return the content of a YAML file.
 
-    Every composition reads the same files, and parsing a file takes milliseconds.
     text: the text of the file.
     """
-    return OmegaConf.load(io.StringIO(text))
+    return cast("DictConfig | ListConfig", pickle.loads(_pickled_yaml(text)))
+
+
+# Every composition reads the same files, and parsing a file takes milliseconds. Reading a pickle
+# makes a new copy in a fifth of the time of copy.deepcopy.
+@functools.lru_cache(maxsize=512)
+def _pickled_yaml(text: str) -> bytes:
+    return pickle.dumps(OmegaConf.load(io.StringIO(text)))
 
 
 def _describe_error(error: Exception) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from raysim.experiment.config_files import Node, load_yaml
 from raysim.experiment.instantiate import TARGET
@@ -35,6 +36,8 @@ PARTS_FROM_PYTHON = (
 _MOVED = {("method", "ifca"): "topology=clustered topology.rule=loss"}
 # The group that belongs to searches; no run has it.
 SWEEP = "sweep"
+# The path, the time of change and the size of a file.
+FileState: TypeAlias = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Groups:
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
     common: Mapping[str, Path] = field(compare=False)
-    state: tuple[tuple[str, int, int], ...]
+    state: tuple[FileState, ...]
 
 
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
@@ -59,9 +62,7 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     Raise it also for a method's file fedavg.yaml, because fedavg means an empty list.
     """
     roots = config_roots(folders)
-    files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
-    common: dict[str, Path] = {}
-    state = []
+    scans = []
     for root in roots:
         if not root.is_dir():
             raise RefusedError(
@@ -69,10 +70,37 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
                 "leave it out."
             )
         may_replace = root in (*folders, roots[0])
-        paths = sorted(yaml_files(root))
-        state += [_file_state(path) for path in (root / "config.yaml", *paths)]
-        for path in paths:
-            group, *inner = path.relative_to(root).with_suffix("").parts
+        states = [_file_state(name) for name in sorted(_yaml_files(root))]
+        main_file = _file_state(str(root / "config.yaml"))
+        scans.append(_Scan(root, may_replace, main_file, tuple(states)))
+    return _sort_files(tuple(scans))
+
+
+class _Scan(NamedTuple):
+    """A folder of options.
+
+    may_replace: True if its options may replace those of the folders before it.
+    main_file: the state of the folder's config.yaml.
+    states: the state of each option's file.
+    """
+
+    root: Path
+    may_replace: bool
+    main_file: FileState
+    states: tuple[FileState, ...]
+
+
+# Every composition looks for the options, and they seldom change.
+@functools.lru_cache(maxsize=64)
+def _sort_files(scans: tuple[_Scan, ...]) -> Groups:
+    """Return the files in some folders by group and name; raise errors as `find_groups` does."""
+    files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
+    common: dict[str, Path] = {}
+    state: list[FileState] = []
+    for scan in scans:
+        state += [scan.main_file, *scan.states]
+        for path in sorted(Path(name) for name, _, _ in scan.states):
+            group, *inner = path.relative_to(scan.root).with_suffix("").parts
             name = "/".join(inner)
             if group in NONE and path.stem == NONE[group]:
                 raise RefusedError(
@@ -83,7 +111,7 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
                 common[f"{group}/{name}"] = path
                 continue
             options = files.setdefault(group, {})
-            if name in options and not may_replace:
+            if name in options and not scan.may_replace:
                 raise RefusedError(
                     f"{path}: the group {group} already has an option of this name, in the file "
                     f"{options[name]}. Rename {path.name}, or uninstall the Python package that "
@@ -93,14 +121,14 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     return Groups(files, common, tuple(state))
 
 
-def _file_state(path: Path) -> tuple[str, int, int]:
+def _file_state(path: str) -> FileState:
     with suppress(OSError):
-        status = path.stat()
-        return str(path), status.st_mtime_ns, status.st_size
-    return str(path), 0, 0
+        status = os.stat(path)
+        return path, status.st_mtime_ns, status.st_size
+    return path, 0, 0
 
 
-def yaml_files(root: Path) -> Iterator[Path]:
+def _yaml_files(root: Path) -> Iterator[str]:
     """Yield the YAML files in the group folders below `root`; skip unreadable folders."""
     _, group_names, other_names = next(os.walk(root), ("", [], []))
     for path in (root / name for name in other_names):
@@ -110,7 +138,7 @@ def yaml_files(root: Path) -> Iterator[Path]:
         for folder, _, names in os.walk(root / group):
             for name in names:
                 if name.endswith(".yaml"):
-                    yield Path(folder, name)
+                    yield os.path.join(folder, name)
 
 
 def config_roots(folders: Sequence[Path]) -> list[Path]:

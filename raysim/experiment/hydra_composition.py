@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import pickle
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,8 +81,7 @@ class ConfigFiles(ConfigSource):
         text = file.read_text(encoding="utf-8")
         mark = _PACKAGE.match(text)
         header = {"package": mark[1] if mark else None}
-        config = copy.deepcopy(parse_yaml(text))
-        return ConfigResult(self.provider, self.full_path(), config, header)
+        return ConfigResult(self.provider, self.full_path(), parse_yaml(text), header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
         """Return the names of a group's files and subfolders, which Hydra lists in its errors.
@@ -137,14 +136,19 @@ class Composition(NamedTuple):
     choices: Node
 
 
-@functools.lru_cache(maxsize=64)
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
     """Compose a configuration from the files of the chosen options.
 
-    The result is cached: copy it before you change it.
     options: the chosen options, by group.
     folders: the user's own folders of options.
     """
+    return cast(DictConfig, pickle.loads(_compose_pickled(options, groups, folders)))
+
+
+# Many runs choose the same options.
+@functools.lru_cache(maxsize=64)
+def _compose_pickled(options: Options, groups: Groups, folders: tuple[Path, ...]) -> bytes:
+    """Return the pickle of the configuration that `compose_files` returns."""
     chosen = {group: list(names) for group, names in options}
     try:
         _check_user_files(chosen, groups, folders)
@@ -175,7 +179,7 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
             values = {key: preset_values[key] for key in values}
         config[group] = values
     config["choices"] = composition.choices
-    return config
+    return pickle.dumps(config)
 
 
 def _compose_by_hydra(
