@@ -17,6 +17,7 @@ from raysim.data.federated import FederatedData
 from raysim.experiment.build import build, partition
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
+from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
@@ -41,6 +42,39 @@ def composed(*words: str) -> dict[str, Any]:
 
 def command(table: Table, cell: Cell) -> Command:
     return PAPER_RUNS["fedbr"].command(table, cell)
+
+
+@functools.cache
+def all_methods(experiment: str) -> tuple[str, ...]:
+    """Return the methods of all commands with a preset."""
+    names = {
+        name
+        for paper, runs in PAPER_RUNS.items()
+        for table in tables(paper).values()
+        for command in (runs.command(table, cell) for cell in table.cells)
+        if command.experiment == experiment
+        for name in command.methods
+    }
+    return tuple(sorted(names))
+
+
+def with_all_methods(experiment: str, *overrides: str) -> dict[str, Any]:
+    """Return the configuration of a preset with the methods of all its commands."""
+    methods = ",".join(all_methods(experiment))
+    return composed(f"experiment={experiment}", f"method=[{methods}]", *overrides)
+
+
+def configuration(command: Command) -> dict[str, Any]:
+    """Return the configuration of a command, except for the entry of `choices` with the methods.
+
+    All commands with the same preset share one composition with all methods, because the settings
+    of a method do not depend on the other methods.
+    """
+    experiment, method, *overrides = command.arguments()
+    assert experiment == f"experiment={command.experiment}"
+    assert method == f"method={'+'.join(command.methods) or 'fedavg'}"
+    node = with_all_methods(command.experiment, *overrides)
+    return node | {"method": {name: node["method"][name] for name in command.methods}}
 
 
 def covering(table: Table, own: str) -> list[Cell]:
@@ -75,13 +109,28 @@ def of(value: Any, dataset: str) -> Any:
 
 
 # --- every cell -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("paper", PAPER_RUNS)
+def test_settings_of_a_method_do_not_depend_on_the_other_methods(paper: str) -> None:
+    runs = PAPER_RUNS[paper]
+    commands = [
+        runs.command(table, cell) for table in tables(paper).values() for cell in table.cells
+    ]
+    longest = max(commands, key=lambda command: (len(command.methods), len(command.overrides)))
+    node = to_dict(compose(longest.arguments()))
+    assert node["choices"].pop("method") == list(longest.methods)
+    shared = configuration(longest)
+    without_methods = {k: v for k, v in shared["choices"].items() if k != "method"}
+    assert node == shared | {"choices": without_methods}
+    assert list(node["method"]) == list(longest.methods)
+
+
 @pytest.mark.parametrize("name", FEDBR)
 def test_commands_of_fedbr_tables_have_the_settings_of_the_paper(name: str) -> None:
     asked = setting(name)
     for cell in covering(FEDBR[name], "fedbr"):
-        node = composed(*command(FEDBR[name], cell).arguments())
+        node = configuration(command(FEDBR[name], cell))
         local = node["local"]
-        assert node["choices"]["method"] == list(cell.methods)
+        assert list(node["method"]) == list(cell.methods)
         assert node["choices"]["model"] == MODELS[of(asked["model"], cell.dataset)]
         assert node["rounds"] == of(asked["rounds"], cell.dataset)
         assert (local["steps"], local["epochs"], local["sampling"]) == (
@@ -112,7 +161,7 @@ def test_commands_of_fedbr_tables_have_the_settings_of_the_paper(name: str) -> N
 def test_commands_of_fedbr_tables_have_the_settings_stated_in_each_row(name: str) -> None:
     for cell in covering(FEDBR[name], "fedbr"):
         said = cell.variant
-        parts = composed(*command(FEDBR[name], cell).arguments())["method"]
+        parts = configuration(command(FEDBR[name], cell))["method"]
         if "virtual_data" in said:
             assert parts["vhl"]["virtual"] == said["virtual_data"]
         if "fedbr" not in cell.methods:
@@ -145,9 +194,9 @@ def test_commands_of_fedbss_tables_have_the_settings_of_the_paper(
 ) -> None:
     asked = setting(name)
     for cell in covering(FEDBSS[name], "fedbss"):
-        node = composed(*PAPER_RUNS["fedbss"].command(FEDBSS[name], cell).arguments())
+        node = configuration(PAPER_RUNS["fedbss"].command(FEDBSS[name], cell))
         local, partition = node["local"], node["partition"]
-        assert node["choices"]["method"] == list(cell.methods)
+        assert list(node["method"]) == list(cell.methods)
         assert node["choices"]["data"] == cell.dataset
         assert node["choices"]["model"] == (
             "cnn" if cell.dataset == "fashion_mnist" else "resnet50"
@@ -207,10 +256,10 @@ LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells
 def test_every_method_combination_in_tables_of_the_fedbr_paper_is_valid(
     methods: tuple[str, ...],
 ) -> None:
-    nodes = composed("experiment=fedbr/cifar10", f"method=[{','.join(methods)}]")["method"]
+    nodes = with_all_methods("fedbr/cifar10")["method"]
     parts = [
-        build_object(resolve(node[TARGET], name), node, f"method.{name}")
-        for name, node in nodes.items()
+        build_object(resolve(nodes[name][TARGET], name), nodes[name], f"method.{name}")
+        for name in methods
     ]
     check_composition(parts)
     assert [part.name for part in parts] == list(methods)
@@ -266,7 +315,7 @@ def test_every_method_combination_in_tables_of_the_fedbr_paper_is_valid(
 def test_methods_of_a_preset_have_the_values_of_its_paper(
     methods: str, values: dict[str, object]
 ) -> None:
-    part = composed("experiment=fedbr/cifar10", f"method=[{methods}]")["method"][methods]
+    part = with_all_methods("fedbr/cifar10")["method"][methods]
     assert values.items() <= part.items()
 
 
@@ -277,25 +326,21 @@ def test_methods_of_a_preset_have_the_values_of_its_paper(
 def test_methods_of_a_preset_have_values_chosen_for_the_data_set(
     name: str, lam: float, means: int
 ) -> None:
-    assert composed(f"experiment=fedbr/{name}", "method=[fedbr]")["method"]["fedbr"]["lam"] == lam
-    assert (
-        composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"]
-        == means
-    )
+    methods = composed(f"experiment=fedbr/{name}", "method=[fedbr,fedmix,vhl]")["method"]
+    assert (methods["fedbr"]["lam"], methods["fedmix"]["means"]) == (lam, means)
 
 
 def test_preset_sets_only_existing_methods_and_keys() -> None:
+    methods = composed(f"method=[{','.join(find_groups().files['method'])}]")["method"]
     for path in (conf_folder() / "experiment").rglob("*.yaml"):
         for name, values in (yaml.safe_load(path.read_text()).get("method") or {}).items():
-            assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
+            assert set(values) <= set(methods[name]), path.name
 
 
 def test_fedbr_presets_give_vhl_the_number_of_virtual_images_in_the_paper() -> None:
     for name, images in (("cifar10", 2_000), ("cifar100", 20_000)):
-        assert (
-            composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"]
-            == images
-        )
+        methods = composed(f"experiment=fedbr/{name}", "method=[fedbr,fedmix,vhl]")["method"]
+        assert methods["vhl"]["virtual"] == images
 
 
 # --- what is trained on, and what is scored -------------------------------------------------------
@@ -421,7 +466,6 @@ FRAUG_CODE = {
 def test_each_number_of_the_fraug_paper_has_a_command_and_a_history_column(name: str) -> None:
     composed_cells = covering(FRAUG[name], "fraug")
     for cell in FRAUG[name].cells:
-        words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).arguments()
         score = PAPER_RUNS["fraug"].score(FRAUG[name], cell)
         rows = [
             {
@@ -447,7 +491,7 @@ def test_each_number_of_the_fraug_paper_has_a_command_and_a_history_column(name:
             )
         if cell not in composed_cells:
             continue
-        node = composed(*words)
+        node = configuration(PAPER_RUNS["fraug"].command(FRAUG[name], cell))
         steps, batch, share, rates = FRAUG_CODE[cell.dataset]
         assert list(node["method"]) == list(cell.methods)
         assert node["choices"]["model"] == (
@@ -488,9 +532,9 @@ def test_each_number_of_the_fraug_paper_has_a_command_and_a_history_column(name:
 def test_only_the_last_row_of_the_fraug_ablation_has_the_full_method() -> None:
     fraug = PAPER_RUNS["fraug"]
     found = {
-        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).arguments())[
-            "method"
-        ]["fraug"]
+        cell.variant["row"]: configuration(fraug.command(FRAUG["fraug/table3"], cell))["method"][
+            "fraug"
+        ]
         for cell in FRAUG["fraug/table3"].cells
     }
     whole = composed("experiment=fraug/office_home")["method"]["fraug"]
@@ -527,8 +571,7 @@ def test_commands_of_fedld_tables_have_the_settings_of_the_paper(
 ) -> None:
     asked = setting(name)
     for cell in covering(FEDLD[name], "fedld"):
-        command = PAPER_RUNS["fedld"].command(FEDLD[name], cell)
-        node = composed(*command.arguments())
+        node = configuration(PAPER_RUNS["fedld"].command(FEDLD[name], cell))
         local = node["local"]
         assert (node["rounds"], local["batch"]) == (asked["rounds"], asked["batch"])
         assert local["epochs"] == asked["local_epochs"] + (
