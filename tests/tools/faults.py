@@ -60,7 +60,7 @@ BASE = (
         "model=mlp",
         "local.epochs=1",
     ),
-    *("rounds=8", "checkpoint.every=2", "out=out"),
+    *("rounds=24", "checkpoint.every=2", "out=out"),
 )
 RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.workers=2"]}
 SIGNALS = {
@@ -102,6 +102,8 @@ class Case:
     method, schedule, runtime, victim: keys of `METHODS`, `SCHEDULES`, `RUNTIMES` and `VICTIMS`. If
     the fault is a signal, the victim gets it.
     moment: when the fault happens, as a share of the undisturbed run's CPU time.
+    continues_on: the runtime of the continued run, a key of `RUNTIMES`; "": that of the first run.
+    has_pictures: False: each picture of the run is one pixel, so that faults hit the training.
     """
 
     method: str
@@ -110,6 +112,8 @@ class Case:
     fault: str  # a signal, "disk", or "lock", "delete" or "overwrite" of the database
     victim: str
     moment: float
+    continues_on: str = ""
+    has_pictures: bool = True
 
     @property
     def words(self) -> list[str]:
@@ -186,11 +190,12 @@ FORKS.set_forkserver_preload(
 )
 
 
-def _run_raysim(words: list[str], folder: str, mark: str) -> None:
+def _run_raysim(words: list[str], folder: str, mark: str, has_pictures: bool) -> None:
     """Run `raysim` in this process; its standard error goes to the file `err` in the folder.
 
     words: the arguments of `raysim`.
     mark: the value of the environment variable `MARK`, by which processes of this run are found.
+    has_pictures: False: each picture of the run is one pixel.
     """
     os.setsid()
     os.chdir(folder)
@@ -199,16 +204,23 @@ def _run_raysim(words: list[str], folder: str, mark: str) -> None:
     os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     from raysim.cli import main
 
+    if not has_pictures:
+        from one_point import replace_pictures
+
+        replace_pictures()
     main(words)
 
 
-def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
+def start(
+    words: list[str], folder: Path, mark: str, has_pictures: bool = True
+) -> ForkServerProcess:
     """Start a run in a new process with a new session, and return this process.
 
     words: the arguments of `raysim`.
     mark: the value of the environment variable `MARK`, by which the run's processes are found.
+    has_pictures: False: each picture of the run is one pixel.
     """
-    run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark))
+    run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark, has_pictures))
     run.start()
     return run
 
@@ -356,7 +368,7 @@ class Undisturbed:
     largest: int
 
 
-UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
+UNDISTURBED: dict[tuple[bool | str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
@@ -367,14 +379,15 @@ def undisturbed(case: Case) -> Undisturbed:
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")
-    if (key := tuple(case.words)) not in UNDISTURBED:
+    key = (case.has_pictures, *case.words)
+    if key not in UNDISTURBED:
         with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
             folder, seconds = Path(text), 0.0
             if (
                 case.fault in DATABASE
             ):  # MLflow takes ten times as long to make a database as all else
                 (folder / "mlflow.db").write_bytes(_database())
-            run = start(case.words, folder, uuid.uuid4().hex)
+            run = start(case.words, folder, uuid.uuid4().hex, case.has_pictures)
             while run.is_alive():
                 seconds = max(seconds, used_cpu_seconds(run.pid or 0))
                 time.sleep(0.02)
@@ -408,7 +421,7 @@ def carry_out(case: Case, seed: int) -> str:
         folder, reached = Path(text), True
         if case.fault in DATABASE:
             (folder / "mlflow.db").write_bytes(_database())
-        run = start(case.words, folder, mark)
+        run = start(case.words, folder, mark, case.has_pictures)
         with contextlib.ExitStack() as stack:
             reached = await_moment(run, expected.seconds * case.moment)
             if case.fault == "disk" and reached:
@@ -419,7 +432,9 @@ def carry_out(case: Case, seed: int) -> str:
                 disturb(run, case, rng)
             statuses = [finish(run)]
         while statuses[-1] not in (0, HANGS) and len(statuses) < 5:
-            statuses.append(finish(start([*case.words, "resume=latest"], folder, mark)))
+            later = replace(case, runtime=case.continues_on or case.runtime)
+            words = [*later.words, "resume=latest"]
+            statuses.append(finish(start(words, folder, mark, case.has_pictures)))
         return wrong(case, folder, statuses, mark, expected) or (
             "same" if reached else "same, too late"
         )

@@ -336,6 +336,7 @@ class Machine:
         place = [f"--address={head}"]
         if is_head:  # its job server also answers the machine without Ray
             place = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"]
+            place.append(f"--include-dashboard={self._cluster.has_job_server}")
         words = ["nice", "-n", str(RAY_NICENESS), "ray", "start", *place]
         words.append(f"--node-ip-address={self.address}")
         words += [f"--num-cpus={cpus}", "--object-store-memory=200000000", "--disable-usage-stats"]
@@ -361,6 +362,7 @@ class NetworkCluster:
     links: rate, delay and loss of links, by machine number. All other links have no limit, delay or
     loss.
     environment: further environment variables of all processes.
+    has_job_server: False: Ray runs without its dashboard, so `raysim submit` finds no job server.
     """
 
     def __init__(
@@ -368,10 +370,12 @@ class NetworkCluster:
         machines: int,
         links: Mapping[int, Link] | None = None,
         environment: Mapping[str, str] | None = None,
+        has_job_server: bool = True,
     ):
         self.id = f"rs{secrets.token_hex(3)}"
         self.switch = f"{self.id}-switch"
         self.machines: list[Machine] = []
+        self.has_job_server = has_job_server
         self._count, self._links = machines, links or {}
         # Each machine has a /tmp of its own, so that their folders cannot be there.
         self.folder = Path(tempfile.mkdtemp(prefix="raysim-net-", dir="/var/tmp"))
