@@ -184,38 +184,44 @@ def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
 
 
 class FRAug(Method):
-    """FedBN with two additional neural networks that make synthetic features for training.
+    """FedBN with two more networks, a generator and RTNet, to make synthetic features.
 
-    The module's docstring has the formulas. A synthetic feature vector is an anchor plus rho times
-    RTNet's output. The anchor is a real feature vector or a class prototype.
+    The classifier is trained on real and synthetic features. A synthetic feature is an anchor plus
+    rho times RTNet's output. The anchor is a real feature or a class prototype. The module's
+    docstring has the formulas.
 
-    rounds: T, the number of rounds after which rho and beta stay constant. The configuration sets
-    it; None is an error if a setting needs T.
+    rounds: T, the round from which rho and beta stay constant. None is an error if ramp="exp",
+    ramp="laine_aila", prototype_ramp=True or ramp_rounds is set.
     noise_dim: the length of a noise vector; in the paper half the number of features.
     noise: "normal", or "uniform" on [0, 1).
-    generator_lam: the weight of the distance between generated and real features, which the
-    generator increases.
-    rtnet_lam: the weight of the distance between synthetic features and their anchors, which RTNet
-    decreases.
-    generator_metric, rtnet_metric: the measure of the distance: "mmd", "mmd_moments", "mmd_classes"
-    or "mse", as `feature_distance` describes them. For the generator, "mse" compares generated
-    features with class prototypes in place of real features.
+    generator_lam: the weight of the distance between generated and real features. The generator
+    increases this distance.
+    rtnet_lam: the weight of the distance between synthetic features and their anchors. RTNet
+    decreases this distance.
+    generator_metric, rtnet_metric: the two distances, by their names in `feature_distance`.
+    generator_metric="mse" compares generated features with class prototypes, not with real
+    features.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.
-    ramp: the formula of rho in round t. "exp" is exp(gamma (t - T)), "reciprocal" is
-    1 - 1 / (gamma t + 1), and "constant" is 1/2. "laine_aila" is exp(-gamma (1 - t/T)^2).
-    gamma: the constant in the formula of `ramp`.
-    ramp_rounds: the number of rounds for which gamma was chosen, 300 in the paper. gamma is
-    multiplied by ramp_rounds / T, except for "laine_aila". None does not change gamma.
+    ramp: the formula of rho in round t:
+
+        "exp"          exp(gamma (t - T))
+        "laine_aila"   exp(-gamma (1 - t/T)^2)
+        "reciprocal"   1 - 1 / (gamma t + 1)
+        "constant"     1/2
+
+    gamma: the constant in this formula.
+    ramp_rounds: the number of rounds for which gamma was chosen; 300 in the paper. Except for
+    "laine_aila", gamma is multiplied by ramp_rounds / T. None uses gamma itself.
     weight: the upper limit of beta, the weight of synthetic features in the classifier's loss.
-    residual: replaces rho in the synthetic features of the classifier's loss; None uses rho.
+    residual: a constant in place of rho in the classifier's synthetic features; None uses rho.
     prototype_weight: mu, the weight of a batch in a prototype.
     prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2).
-    use_generator: False lets RTNet transform the noise itself.
-    use_rtnet: False adds rho times the generated features to (1 - rho) times the anchor, as in the
-    authors' code.
-    keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
+    use_generator: False gives RTNet the noise in place of generated features.
+    use_rtnet: False makes synthetic features without RTNet, as in the authors' code. They are rho
+    times the generated features plus (1 - rho) times the anchor.
+    keep_optimizer: True keeps the states of a client's optimizers from one job to the next.
 
     The ablations of the paper's Table 3 are use_generator=False, use_rtnet=False,
     prototype_weight=1 and residual=1.

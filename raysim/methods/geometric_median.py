@@ -1,13 +1,12 @@
 """Geometric median (RFA): use the point with the smallest sum of distances to the updates.
 
-It is robust as long as less than half of the weight belongs to arbitrary updates.
+The result is robust if arbitrary updates have less than half of the weight.
 
 Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022).
-z starts as the weighted mean, and is replaced `steps` times by
+The updates are g_i, with the weights a_i. The point z starts as their weighted mean. Then z is
+replaced `steps` times by
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
-
-with updates g_i and weights a_i.
 
 Departures from the paper
 - BatchNorm's statistics are averaged as in FedAvg.

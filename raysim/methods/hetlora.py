@@ -1,24 +1,25 @@
 """HetLoRA: adapters whose ranks differ between clients, padded with zeros and averaged.
 
 Source: Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models"
-(EMNLP 2024). A layer's adapter has the product B A. Client i has the rank r_i and the loss F_i:
+(EMNLP 2024). A layer's adapter has the product B A. Client i has the rank r_i and the loss F_i.
+With q = floor(gamma r_i) and Frobenius norms:
 
     receive     the first r_i columns of B and rows of A
     train       the loss F_i + lam S_i,  S_i = sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|
-    prune       r_i <- max(1, q) if S_i is smaller after training than before
+    prune       r_i <- max(1, q) if training has decreased S_i
     aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
 
-with q = floor(gamma r_i) and Frobenius norms. |B_i A_i| is one norm over all layers.
+|B_i A_i| is one norm over all layers.
 
 Choices that the paper leaves open
-- A client has one rank for all layers, and prunes all layers at once.
-- lam = 0.001 and gamma = 0.99 by default.
+- All layers of a client have the same rank, and are pruned together.
+- The defaults are lam = 0.001 and gamma = 0.99.
 
 Departures from the paper
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
-- p_i multiplies the weight that the run and other methods give client i. It also applies to the
-  head, which is averaged.
-- A client keeps its pruned rank as client state. Virtual time and traffic count the initial rank.
+- p_i multiplies the weight that client i has without HetLoRA. The head is averaged with the same
+  weights.
+- The pruned rank is client state. Virtual time and traffic count the initial rank.
 """
 
 from __future__ import annotations
@@ -84,16 +85,16 @@ def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
 
 
 class HetLoRA(Method):
-    """A method that averages adapters of different ranks, whose factors are padded with zeros.
+    """A method that averages adapters of different ranks, padded with zeros.
 
-    ranks: the initial ranks of the clients; None gives all model.lora.rank. From a list, each
-    client draws its rank. A mapping has a rank for each kind of device, such as {phone_low: 2,
-    tablet: 8}.
+    ranks: the initial ranks of the clients. From a list, each client draws its rank. A mapping has
+    a rank for each kind of device, such as {phone_low: 2, tablet: 8}. None gives all clients
+    model.lora.rank.
     sparsity: True multiplies a client's weight by the norm of its products B A.
-    lam: the weight of a penalty on the last columns of B and rows of A. If training lowers the
-    penalty, the client removes these columns and rows. 0 means no penalty, and nothing is removed.
-    gamma: the penalty spares the first floor(gamma * r) of r columns and rows. At least one column
-    and row stay when a client removes the others.
+    lam: the weight of a penalty on the last columns of B and rows of A. If training decreases the
+    penalty, the client removes these columns and rows. 0 means no penalty and no removal.
+    gamma: the penalty spares the first floor(gamma * r) of r columns and rows. A client keeps at
+    least one column and row.
     """
 
     name = "hetlora"

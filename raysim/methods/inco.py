@@ -1,20 +1,23 @@
 """InCo: mix the mean update of a shallow layer into the mean updates of similar deeper layers.
 
 Source: Chan et al., "Internal Cross-layer Gradients for Extending Homogeneity to Heterogeneity in
-Federated Learning" (ICLR 2024). Let g be the mean update of a tensor, and g0 that of its *source*,
-a shallower tensor. For each kernel of a convolution:
+Federated Learning" (ICLR 2024). g is the mean update of a tensor, and g0 that of its *source*, a
+shallower tensor. g' replaces g, separately for each kernel of a convolution:
 
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-In residual networks with torchvision's names, a convolution after block 0 of a group of blocks has
-its source in this block 0, such as `layer1.0`. The source is conv2 of this block if conv2 has the
-shape of the convolution. Otherwise it is the convolution of the same name, such as conv1 for a
-conv1. In transformers, the source of norm2 is norm1.
+Two kinds of networks have sources:
+
+- ResNets with torchvision's names. A group of blocks, such as `layer1`, has its sources in its
+  first block, `layer1.0`. The source of a convolution in a later block is conv2 if the shapes are
+  equal. Otherwise, it is the convolution of the same name, such as conv1.
+- Transformers. In each block, norm1 is the source of norm2.
 
 Departures from the paper
-- As in the authors' code, all updates with a source are changed, theta is clamped, and g' is
-  clipped. In the paper's derivation, g changes only if <g, g0> is negative (align="conflict").
+- All updates with a source are changed, as in the authors' code. In the paper's derivation, g
+  changes only if <g, g0> is negative; align="conflict" does this.
+- theta is clamped and g' is clipped, as in the authors' code.
 - All clients have the same weight, as in the authors' code.
 - A tensor without a source of its shape is not changed; the authors' code fails.
 - A tensor with 1x1 kernels is mixed as one vector.
@@ -61,14 +64,15 @@ def cross_layer_gradient(
 ) -> Tensor:
     """Return the update `target` of a layer, mixed with the update `source` of another layer.
 
-    Both are CPU tensors of the same shape.
+    The two updates are CPU tensors of the same shape.
 
-    granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
-    whole tensor as one vector. Slices of a single entry, such as 1x1 kernels, are mixed as with
-    "tensor".
-    align: "conflict" mixes only slices whose inner product is negative; "always" mixes all.
+    granularity: "kernel" mixes each slice [o, i] of a tensor [O, I, ...] separately. "tensor" mixes
+    the whole tensor as one vector. Tensors with slices of one entry, such as 1x1 kernels, are
+    always mixed as one vector.
+    align: "conflict" mixes only if the inner product of the two updates is negative; "always" mixes
+    all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
-    value_clip: the largest absolute value that an entry of the result may have; None for no bound.
+    value_clip: the largest absolute value of an entry of the result; None for no bound.
     eps: a small number that is added to denominators.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
@@ -182,11 +186,11 @@ class InCo(Method):
 
     granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
     as one vector.
-    align: "conflict" mixes only updates with a negative inner product; "always" mixes all.
+    align: "conflict" mixes two updates only if their inner product is negative; "always" mixes all.
     clamp_max: the largest weight of the shallow update; the deeper update has the weight 1.
-    value_clip: the largest absolute value in the update of a deeper layer, even if it was not
-    mixed; None for no bound.
-    eps: keeps denominators above 0.
+    value_clip: the largest absolute value in updates of the deeper layers, mixed or not; None for
+    no bound.
+    eps: a small number that is added to denominators.
     """
 
     name = "inco"

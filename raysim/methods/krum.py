@@ -1,15 +1,16 @@
 """Krum and Multi-Krum: use only updates that are close to most other updates.
 
 Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent"
-(NeurIPS 2017). Of n updates, f may be arbitrary. The score of update i is the sum of |g_i - g_j|^2
-over the n - f - 2 updates closest to it. Krum uses the update with the least score, Multi-Krum the
-mean of the `selected` updates with the least scores. Both are robust if 2 f + 2 < n.
+(NeurIPS 2017). Of n updates, at most f are arbitrary. Each update has a score: the sum of the
+squared distances to the n - f - 2 updates closest to it. Krum uses the update with the smallest
+score. Multi-Krum uses the mean of the `selected` updates with the smallest scores. Both methods are
+robust if 2 f + 2 < n.
 
 Departures from the paper
-- If n - f - 2 is below 1, a score has only the closest update. Of equal scores, the first in the
-  order of aggregation is used.
-- Weights have no effect, except that an update of weight 0 is left out. BatchNorm's statistics are
-  averaged as in FedAvg.
+- If n - f - 2 is below 1, a score is the squared distance to the closest update.
+- Of equal scores, the first in the order of aggregation is used.
+- Updates of weight 0 are left out. Other weights have no effect.
+- BatchNorm's statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations

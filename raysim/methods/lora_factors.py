@@ -173,11 +173,10 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients], the rank of each client. If `is_equal` is True, there is only one
-    entry, which holds for all clients.
-    sizes: two numbers for each adapter. The first is the adapter's rank in the model. The second is
-    the length of a row of A plus the length of a column of B, in floats.
-    is_equal: True if the setting `ranks` is None, so that all clients have the rank of the model.
+    of_client: int [clients], the rank of each client; [1] if `is_equal`.
+    sizes: for each adapter, its rank in the model, and the number of floats in a row of A and a
+    column of B together.
+    is_equal: True if all clients have the rank of the model, because the setting `ranks` is None.
     """
 
     of_client: np.ndarray

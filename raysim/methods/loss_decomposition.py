@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike
 def loss_decomposition(
     *, loss_matrix: ArrayLike, global_losses: ArrayLike, weights: ArrayLike
 ) -> dict[str, float]:
-    """Return the loss of the shared model, and three parts that add up to it.
+    """Return the shared model's loss, and three parts that add up to this loss.
 
-    With L the loss matrix, g the global losses, and p the weights divided by their sum, the entries
-    are:
+    L is `loss_matrix`, g is `global_losses`, and p is `weights` divided by their sum. The result
+    has these entries:
 
         global_loss        = sum_j p_j g_j
         local_loss         = sum_i p_i L_ii

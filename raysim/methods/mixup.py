@@ -1,16 +1,14 @@
 """Mixup: train on weighted means of two samples of a client, and of their labels.
 
 Source: Zhang et al., "mixup: Beyond Empirical Risk Minimization" (ICLR 2018), as FedBR (ICML 2023,
-Appendix A) uses it:
+Appendix A) uses it. Each local batch draws a permutation pi and one weight lam:
 
     x~ = lam x + (1 - lam) x_pi    y~ = lam onehot(y) + (1 - lam) onehot(y_pi)
     lam ~ Beta(alpha, alpha), alpha = 0.2
 
-Departures from the paper
-- pi is a random permutation of the local batch; DomainBed pairs batches of different domains.
-- A batch has one lam, which is not replaced by max(lam, 1 - lam).
-- Inputs are mixed after augmentation and normalisation. The model is trained on the mixed batch
-  only.
+Inputs are mixed after augmentation and normalisation. The model is trained only on mixed batches.
+
+DomainBed's Mixup differs: it mixes batches of different domains.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """MOON: pull features towards those of the received model, away from the client's last model.
 
-Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). z are
-the features of the trained model, z_g of the received model and z_p of a previous local model, for
-the same inputs:
+Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). For
+the same inputs, z are the features of the trained model and z_g those of the received model. z_p
+are the features of the client's previous model p:
 
     l_con = -log exp(cos(z, z_g) / tau) / (exp(cos(z, z_g) / tau) + sum_p exp(cos(z, z_p) / tau))
     loss  = cross-entropy + mu l_con
 
-Departures from the paper
+The received and previous models are in eval mode, as in the authors' code.
+
+Departures from the paper or public code
 - A client's first job has no l_con. The authors' code uses a random previous model.
-- The received and previous models are in eval mode, as in the authors' code.
-- FedBR's code of MOON never updates the previous model. This error is not copied.
+- The previous model changes with each job. In FedBR's code of MOON, it never changes.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Moon(Method):
     temperature: tau; cosines between features are divided by it.
     head: "mlp" adds a projection of two linear layers and compares its outputs. "none" compares the
     features.
-    width: the hidden units of the projection; None means as many as the model has features.
+    width: the hidden units of the projection; None uses the number of the model's features.
     out: the outputs of the projection.
-    previous: the number of earlier jobs of a client whose trained models are used.
+    previous: how many of the client's last trained models are used.
     """
 
     name = "moon"

@@ -1,26 +1,28 @@
 """PartialFed: load only some layers of the shared model; the client keeps its other layers.
 
 Source: Sun et al., "PartialFed: Cross-Domain Personalized Federated Learning via Partial
-Initialization" (NeurIPS 2021). theta^g is the received model, theta^c the model that this client
-trained last, and u_l in {0, 1} the choice for layer l. Training starts from
+Initialization" (NeurIPS 2021). theta^g is the received model, and theta^c the model that the client
+trained last. u_l in {0, 1} decides about layer l. Training starts from
 
     theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
-The whole model is trained and averaged as in FedAvg. With PartialFed-Fix, the setting `strategy`
-decides u. With PartialFed-Adaptive, each client trains the logits pi [L, 2] of a policy, while the
-model is constant. In this training, u is column 0 of softmax((pi + Gumbel noise) / tau). Afterwards
-a layer is loaded if pi_l0 >= pi_l1.
+The whole model is trained, and averaged as in FedAvg. There are two variants:
+
+- PartialFed-Fix: the setting `strategy` fixes u.
+- PartialFed-Adaptive: each client trains a policy with the logits pi [L, 2] for L layers.
+  Meanwhile, the model is constant, and u is column 0 of softmax((pi + Gumbel noise) / tau).
+  Afterwards, layer l is loaded if pi_l0 >= pi_l1.
+
+A layer is a module that directly has parameters or buffers. Networks of other methods are always
+loaded. If all clients take part in each round, strategy=none is local training, and strategy=no_bn
+is FedBN.
 
 Departures from the paper
 - The training of the policy is a reconstruction: code and text of the paper were not available.
-- A layer is a module that directly has parameters or buffers. Networks of other methods are always
-  loaded.
-- If all clients have their first job in the same round, strategy=none is local training, and
-  strategy=no_bn is FedBN.
 - The policy is trained with the task loss alone, on samples without augmentation, in eval mode.
   BatchNorm's running statistics are mixed like parameters.
-- FedProx, SCAFFOLD and MOON use theta as the received model. An update is still the difference from
-  the sent model.
+- FedProx, SCAFFOLD and MOON use theta as the received model. But an update is the trained model
+  minus theta^g.
 - The whole model travels in both directions.
 """
 
@@ -119,17 +121,25 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: the layers that a client loads. "bottom_up" loads the first `num_loaded` layers,
-    "top_down" the last ones. "no_bn" loads all but BatchNorm, "no_classifier" all but the head,
-    "no_bn_no_classifier" all but BatchNorm and the head. "all" loads every layer, "none" no layer.
-    With "adaptive", each client learns the choice.
+    strategy: the layers that a client loads:
+
+    - "all" or "none": all layers, or no layer.
+    - "bottom_up" or "top_down": the first or the last `num_loaded` layers.
+    - "no_bn": all layers but BatchNorm.
+    - "no_classifier": all layers but the head.
+    - "no_bn_no_classifier": all layers but BatchNorm and the head.
+    - "adaptive": each client learns the choice.
+
     num_loaded: only for "bottom_up" and "top_down"; otherwise None.
-    max_staleness: a client loads all layers if more versions have passed since its last base
-    version. None sets no limit.
-    policy_steps, policy_lr, policy_batch: for "adaptive", the number of Adam steps in each job, the
-    learning rate, and the number of samples in a step.
-    temperature, decay, floor: for "adaptive", the temperature of the policy's softmax in training
-    is max(floor, temperature * decay^v) in version v.
+    max_staleness: the client loads all layers if its last base version is more than this number of
+    versions old. None sets no limit.
+
+    For "adaptive":
+
+    policy_steps, policy_lr, policy_batch: the number of Adam steps in each job, the learning rate,
+    and the number of samples in a step.
+    temperature, decay, floor: the temperature of the policy's softmax during its training. In
+    version v, it is max(floor, temperature * decay^v).
     sample_decision: True adds noise to the policy's logits when layers are chosen.
     """
 

@@ -1,20 +1,21 @@
 """pFedAvg: train FedAvg, and score each client with a model that is adapted to its own data.
 
 Source: a baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), not the meta-learning
-method Per-FedAvg. With w the shared model, client k's own model v_k is
+method Per-FedAvg. w is the shared model. The setting `mode` chooses the model v_k with which client
+k is scored:
 
-    after_local      v_k = the model that client k trained last, even if it was many rounds ago
-    finetune         v_k = w after some epochs on the client's data; only for the evaluation
+    after_local      the model that client k trained last, even if it was many rounds ago
+    finetune         w after some epochs on the client's data; only for the evaluation
     finetune_last    like finetune, but clients are fine-tuned only after the last round
 
-Departures from the paper
-- The paper does not name its mode, so a reported result must.
-- The accuracy of v_k is the column `accuracy` with mode=after_local, otherwise
+The paper does not name its mode. Therefore, name the mode when you report a result.
+
+- The accuracy of v_k is in the column `accuracy` with mode=after_local, otherwise in
   `accuracy_finetuned`.
-- Fine-tuning uses a new optimizer with the run's settings and current learning rate, and the task
-  loss alone. BatchNorm is in train mode.
+- With mode=after_local, a client that never trained is scored with w.
+- Fine-tuning uses the task loss alone, the run's settings and current learning rate, and a new
+  optimizer. BatchNorm is in train mode.
 - With head_only=True, only the head is fine-tuned, and the extractor is in eval mode.
-- With mode=after_local, a client that never trained is scored with the shared model.
 """
 
 from __future__ import annotations

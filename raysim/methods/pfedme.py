@@ -1,20 +1,23 @@
 """pFedMe: train on each client a personal model that is pulled to the shared model.
 
 Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
-2020), Algorithm 1. A job starts with w = x, the shared model. On each batch, with the loss f and
-the personal model theta:
+2020), Algorithm 1. A client has a local model w and a personal model theta. A job sets w to x, the
+shared model. On each batch, with the loss f:
 
     theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
     w <- w - eta lam (w - theta)
-    x <- (1 - beta) x + beta mean(w)            on the server, over the participants
 
-A client is scored with its last theta; without one, with the shared model.
+eta is local.lr. If eta lam is above 1, w overshoots theta. The server averages w over the
+participants:
+
+    x <- (1 - beta) x + beta mean(w)
+
+A client is scored with its last theta. Before its first job, it is scored with x.
 
 Departures from the paper
-- lam (w - theta) is the gradient of w, so weight decay, momentum, clipping and corrections of other
-  methods apply. eta is local.lr.
+- lam (w - theta) is the gradient of w for the local optimizer. So weight decay, momentum, clipping
+  and corrections of other methods apply.
 - f includes the loss terms of other methods.
-- If local.lr * lam is above 1, w overshoots theta.
 - Only the first forward pass on a batch updates BatchNorm's running statistics.
 - beta applies to parameters only; buffers are averaged.
 """

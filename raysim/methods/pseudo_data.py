@@ -1,13 +1,16 @@
 """Make the pseudo-data of FedBR: means of clients' samples, or of samples of a public set.
 
-The setting `sources` says how samples are drawn. For means of clients' samples:
+The setting `sources` chooses the probabilities with which samples are drawn. For means of clients'
+samples:
 
-- "balanced" draws all clients with the same probability, as in Algorithm 2 of FedBR.
-- "unbalanced" draws a client with a probability in proportion to its number of samples.
-- "classes" draws all clients, and all classes of a client, with the same probability.
+- "balanced": the same for all clients, as in Algorithm 2 of FedBR.
+- "unbalanced": in proportion to a client's number of samples.
+- "classes": the same for all clients, and the same for all classes of a client.
 
-For means of a public set, "balanced" and "classes" draw all classes with the same probability.
-"unbalanced" draws all samples with the same probability.
+For means of a public set:
+
+- "balanced" and "classes": the same for all classes.
+- "unbalanced": the same for all samples.
 """
 
 from __future__ import annotations
@@ -51,12 +54,12 @@ class PseudoData:
     rows: the number of means that a client receives.
     samples_per_mean: the number of samples in each mean.
     means_per_client: for "rsm", the number of means that each client sends before round 0.
-    refresh: "round" draws new means in every round, as in the paper; "once" draws means only at the
+    refresh: "round" draws new means in every round, as in the paper. "once" draws means only at the
     start, as in the released code.
     sources: how samples are drawn; the module's docstring describes the rules.
     proxy: the source of the public set; "rsm" does not use it.
-    fresh: True computes new means in each job from all clients' raw samples, so clients send no
-    means before round 0. A real system could not do this.
+    fresh: True computes the means in each job from raw samples of all clients. No means are sent
+    before round 0. A real system could not do this.
     Raises ValueError for settings that do not fit together.
     """
 

@@ -1,14 +1,14 @@
 """q-FedAvg: weight each client by its loss to the power q, so that accuracies become more equal.
 
 Source: Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR
-2020), Algorithm 2. F_i is the loss of the received model on client i's training samples and D_i
-the client's update. L is 1 divided by the learning rate of the job:
+2020), Algorithm 2. F_i is the loss of the received model on client i's training samples. D_i is the
+client's update. L is 1 divided by the learning rate of the job:
 
     x <- x + sum_i L F_i^q D_i / sum_i h_i
     h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q
 
 Departures from the paper
-- The terms of both sums have weights, equal by default.
+- The terms of both sums have weights; by default, all weights are equal.
 - F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
 - |D_i| is the norm over the shared trainable parameters.

@@ -1,22 +1,24 @@
 """SCAFFOLD: correct each local gradient by the difference of two control variates.
 
 Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (ICML
-2020), Algorithm 1:
+2020), Algorithm 1 with Option II. The control variate c_i estimates the gradient of client i, and c
+the mean gradient of all N clients. A job corrects the gradient g of each local step:
 
-    g <- g - c_i + c                                     every local step
-    c_i+ = c_i - c + (x - y) / (K eta)                   Option II
-    c <- c + (1/N) sum_{i in S} (c_i+ - c_i)             N: all clients, not only the participants
+    g <- g - c_i + c
 
-g is the gradient of a local step. The control variates c_i and c estimate the gradient of client i
-and the mean gradient; c_i+ is the next c_i. x are the received and y the trained parameters, after
-K steps with learning rate eta. S are the participants.
+x are the received parameters, and y the parameters after K steps with the learning rate eta. After
+a job, c_i+ is the next c_i. After a round with the participants S, c changes, too:
+
+    c_i+ = c_i - c + (x - y) / (K eta)
+    c <- c + (1/N) sum_{i in S} (c_i+ - c_i)
+
+Models are averaged uniformly, as in the paper. FedNTD's code, which has SCAFFOLD as a baseline,
+weights them by samples.
 
 Departures from the paper
-- With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho). With K itself,
-  c_i would be too large. The formula is from FedNTD's code, which has SCAFFOLD as a baseline.
+- With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), as in FedNTD's
+  code. With K itself, c_i would be too large.
 - Buffers have no control variates, and are averaged as in FedAvg.
-
-Models are averaged uniformly, as in the paper. FedNTD's code weights them by samples.
 """
 
 from __future__ import annotations

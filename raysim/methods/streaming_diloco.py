@@ -2,15 +2,15 @@
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch" (2025), Algorithm 2. With P fragments, fragment v mod P is *due* in version v. A job
-that starts from version v sends this fragment. Symbols:
+with the base version v sends this fragment. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate
-    l           the model with which the client ended its last job
-    s           the version from which this last job started
+    l           the client's model, which stays on the client between its jobs
+    s           the base version of the client's last job
     g           for each parameter, the value that the client received last
     w_i         the weight of client i
-    x_p, l_p    the parameters of x and of l that belong to fragment p
+    x_p         the parameters of x that belong to fragment p; the same for l, g, u
 
 Algorithm:
 
@@ -21,14 +21,15 @@ Algorithm:
                 x_p <- x_p + eta (d_p + beta u_p)
 
 Departures from the paper
-- Training waits while a fragment is exchanged (tau = 0), and received values replace those of the
-  client (alpha = 0).
+- Training waits while a fragment is exchanged (tau = 0).
+- Received values replace those of the client (alpha = 0).
 - Clients use `local.optimizer`. Its state starts again in each job, unless
   local.keep_optimizer=true.
 - Values travel as 32 bits, not 4 bits.
 - Each fragment moves by the mean of its updates, even if some updates are stale.
-- The traffic to a client is an estimate, because it depends on s. If the client had k jobs before,
-  they count as if they had started from the versions 0 to k - 1.
+
+The simulated traffic to a client is an estimate: it takes the number of the client's earlier jobs
+minus 1 as s.
 """
 
 from __future__ import annotations
@@ -64,10 +65,9 @@ WHOLE_MODEL_METHODS = (
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
     """Return for each fragment the slices of the vector that belong to it.
 
-    A fragment consists of whole layers. Parameters are in the same layer if their names are equal
-    up to the first number, such as "model.net.blocks.0". Parameters without a number in their name
-    are in the same layer if they are in the same module. With fewer layers than fragments, some
-    fragments are empty.
+    A fragment consists of whole layers; with fewer layers than fragments, some fragments are empty.
+    Parameters are in the same layer if their names are equal up to the first number, such as
+    "model.net.blocks.0". For names without a number, a layer is a module.
 
     count: the number of fragments.
     pattern: "strided" puts layer i into fragment i mod count; "sequential" keeps neighbouring

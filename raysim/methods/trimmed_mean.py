@@ -1,7 +1,8 @@
 """Trimmed mean: average the changes of each parameter without the largest and smallest ones.
 
-Of m changes, the k largest and the k smallest are left out. k is m times the setting `share`,
-rounded down. The result is robust if at most k updates are malicious.
+With m updates, a parameter has m changes. The k largest and the k smallest changes are left out; k
+is m times the setting `share`, rounded down. The result is robust if at most k updates are
+malicious.
 
 Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
 2018), Algorithm 1, option II.
