@@ -275,15 +275,15 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, PublishedVersion],
     ) -> None:
-        """Aggregate updates into the next version, and increase `version` by 1.
+        """Aggregate the updates of jobs into the next version, and increase `version` by 1.
 
         If all jobs failed, the next version has the same vector.
 
         updates: an entry for each job, in the order of aggregation; None for a failed job.
-        `Update.delta` is None if a worker has added the update to a sum.
-        sums: the sums that workers have made, by the numbers of their jobs.
+        sums: workers may have added up the deltas of several jobs. Then the updates of these jobs
+        have no delta, and `sums` has the sum by the numbers of the jobs.
         staleness: the staleness of each entry of `updates`.
-        bases: the base versions of the updates, by number.
+        bases: the base versions of the updates, by version number.
         Raises AggregationError if the next version cannot be made.
         """
         self.report = {}

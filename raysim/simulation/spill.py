@@ -85,14 +85,14 @@ class SpillFile:
 
 
 class MappedFile:
-    """A file whose arrays are used like arrays in memory, and may be changed in place.
+    """A temporary file whose arrays are used like arrays in memory, and may be changed in place.
 
-    The operating system loads and removes pages. The space of an array is free when the array and
-    all its views are deleted. The file is removed when the process ends.
+    The space of an array is free when the array and all its views are deleted. The file is removed
+    when the process ends.
 
-    folder: "" is the system's folder for temporary files.
+    folder: where the file is; "" is the system's folder for temporary files.
     what: the kind of the arrays, for errors.
-    resident: the number of bytes that may be read until `note_read` removes all pages from memory.
+    resident: after this number of read bytes, `note_read` removes the file's content from memory.
     """
 
     def __init__(self, folder: Path | str, what: str, resident: float):

@@ -28,21 +28,20 @@ MAX_KMEANS_ROUNDS = 50
 
 @dataclass(frozen=True)
 class Hierarchical(Topology):
-    """Edge servers, each with its own clients and schedule, that exchange through a cloud.
+    """Edge servers, each with its own clients and schedule, that exchange models through a cloud.
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
     2020), Algorithm 1 (HierFAVG). An edge server (an edge) that has aggregated `every` times waits
-    for all edges. Then each edge gets the mean of all edges' models, weighted by the sums of their
-    clients' weights.
+    for all other edges. Then each edge gets the mean of all edges' models. The weight of an edge is
+    the sum of its clients' weights.
 
     every: kappa_2 in the paper.
-    seconds: the virtual seconds between two exchanges; None means that `every` decides. With
-    `seconds`, no edge waits: the next edge that aggregates after this time starts the exchange of
-    all edges.
+    seconds: None exchanges models as in the paper. Otherwise an exchange is due every `seconds` of
+    virtual time. The next aggregation of any edge starts the exchange, and no edge waits.
     assign: how clients are divided among edges. "random" draws them at random. "region" puts
-    clients from neighbouring regions of the fleet together. "data" puts clients together that have
-    similar fractions of each class. Only "data" can make edges whose sizes differ by more than one
-    client.
+    clients from neighbouring regions of the fleet together. "data" puts clients with similar
+    fractions of each class together. Only with "data" can the numbers of clients of two edges
+    differ by more than one.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -143,21 +142,22 @@ class Hierarchical(Topology):
 
 @dataclass(frozen=True)
 class Clustered(Topology):
-    """Several models on one server, each for the clients with similar data.
+    """Several models on one server, each for a cluster of clients with similar data.
 
-    rule="updates" begins with one cluster (a model with its clients). A cluster is split into two
-    if the updates of its clients point in different directions. Source: CFL, Sattler, Mueller and
-    Samek, "Clustered Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
+    rule="updates" begins with one cluster. A cluster is split into two if the updates of its
+    clients point in different directions. Source: CFL, Sattler, Mueller and Samek, "Clustered
+    Federated Learning" (IEEE TNNLS 2021); see `raysim.simulation.clustering`.
 
-    rule="loss" has `clusters` models. A client receives all models and trains the one with the
-    smallest loss on its training samples. It is also scored with this model. The losses are
-    computed in eval mode and without augmentation. All models but the first draw new initial values
-    by PyTorch's rules. Source: IFCA, Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for
-    Clustered Federated Learning" (NeurIPS 2020), Algorithm 1 with model averaging.
+    rule="loss" has `clusters` models. The first model has the initial values of the run. All other
+    models draw initial values by PyTorch's rules. A client receives all models, and computes the
+    loss of each model on its training samples, in eval mode and without augmentation. It trains the
+    model with the smallest loss, and is also scored with this model. Source: IFCA, Ghosh, Chung,
+    Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning" (NeurIPS 2020),
+    Algorithm 1 with model averaging.
 
     clusters: the largest number of models.
-    mean_norm, max_norm, gamma, start, min_size: for rule="updates", the settings of
-    `SplitByUpdates`.
+    mean_norm, max_norm, gamma, start, min_size: the settings of `SplitByUpdates`, only for
+    rule="updates".
     """
 
     rule: str = "updates"
@@ -212,32 +212,30 @@ class Clustered(Topology):
 class Gossip(Topology):
     """A topology without a server: each client has its own replica, and clients exchange replicas.
 
-    After a local training, a client exchanges its replica with its neighbours in a graph. Sources:
+    The clients whose jobs are aggregated exchange with their neighbours in a graph. For exchanges
+    of all clients, set the schedule's cohort to the number of clients. An exchange adds to the time
+    and traffic of the client's job. Sources:
     - D-PSGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?"
       (NeurIPS 2017). Set exchange="neighbours" and schedule=synchronous.
     - AD-PSGD: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent" (ICML
       2018). Set exchange="pairwise" and schedule=immediate.
-    In both papers, a local training is one step. Set mix="before" for both.
-
-    A client takes part in an exchange if the aggregation has a job of this client. For exchanges of
-    all clients, set the schedule's cohort to the number of clients. With exchange="neighbours", the
-    weight of a neighbour without a job goes to the client itself. With exchange="pairwise", a
-    client can also draw such a neighbour. The exchange adds to the time and traffic of the client's
-    job.
+    In both papers, a local training is one step, and mix="before".
 
     graph: which clients are neighbours. "erdos_renyi" connects each pair with `probability`.
     "expander" has `degree` / 2 rings through all clients in random order. "edges" has the pairs in
     `edges`.
-    edges: pairs [i, j] or [i, j, w]. w is the weight of replica j in the mean of client i, and of
-    replica i in the mean of client j. Either all pairs have a weight, or none has one. If none has
-    one, `weights` decides. With exchange="pairwise", only a weight of 0 has an effect: the pair
-    does not exchange.
-    exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
-    "pairwise", a client draws one neighbour, and both replicas become their mean.
-    weights: the weight of neighbour j in the mean of client i. It is 1 / (1 + max(d_i, d_j)) for
-    "metropolis" and 1 / (1 + d_i) for "uniform". d_i is the number of neighbours of client i.
-    mix: "after" adds the updates to the replicas, and then exchanges them. "before" first exchanges
-    the replicas, and then adds the updates.
+    edges: pairs of clients [i, j] or [i, j, w]; either all pairs have a weight w, or none. w is the
+    weight of replica j in the mean of client i, and of replica i in the mean of client j. Without
+    w, `weights` decides. With exchange="pairwise", a pair with w = 0 does not exchange, and all
+    other w have no effect.
+    exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. The
+    weight of a neighbour without an aggregated job goes to the client itself. With "pairwise", a
+    client draws one neighbour, with or without an aggregated job, and both replicas become their
+    mean.
+    weights: the weight of neighbour j in the mean of client i. Clients i and j have d_i and d_j
+    neighbours. "metropolis" is 1 / (1 + max(d_i, d_j)), and "uniform" is 1 / (1 + d_i).
+    mix: "after" adds the updates to the replicas, and then exchanges the replicas. "before"
+    exchanges the replicas, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
     degree: for "expander", the number of neighbours of a client. A client has fewer neighbours if
     it is next to the same client in several rings.

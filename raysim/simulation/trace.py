@@ -12,9 +12,9 @@
 | `flops`      | number            | floating-point operations in a second of training             |
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
-A file has the column `speed`, for one model only, or the column `flops`. Other columns are ignored.
-`raysim fleet check FILE` checks a file. After reading, a trace occupies at most 28 bytes of memory
-for each client, 40 for each row and 16 for each interval.
+A file has either `speed`, which fits one model only, or `flops`. Other columns are ignored. `raysim
+fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each client of the
+run, 40 for each row and 16 for each interval.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Trace(Fleet):
     """A fleet whose clients behave like the devices that a trace file has recorded.
 
     Each client follows one row of the trace. With as many clients as rows, client i follows row i.
-    With fewer clients, each follows a different row, drawn at random. With more clients, rows are
-    shared as evenly as possible.
-    wrap: what happens after the period of a row. True repeats the row; False makes the clients of
-    this row unavailable from then on.
+    With fewer clients, each client follows a different row, drawn at random. With more clients, the
+    numbers of clients of two rows differ by at most one.
+    wrap: what happens after the period of a row. True repeats the row. False makes the row's
+    clients unavailable until the end of the run.
     availability: with "trace", a client is available in the intervals of its row. With "always",
     "diurnal" and "markov", only speed and bandwidth come from the file.
     """

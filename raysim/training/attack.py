@@ -1,9 +1,9 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
 The attackers are drawn once, among the clients with samples. `attack.kind` is "none" or one of the
-attacks below. y is a label of C classes. D is the update that the attacker would send if it were
-honest. mean and std are computed for each parameter, over the honest updates of the same
-aggregation.
+attacks in the table. y is a label of C classes. D is the update that the attacker would send if
+it were honest. mean and std are the mean and standard deviation of each parameter over the honest
+updates of the same aggregation.
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
@@ -12,12 +12,11 @@ aggregation.
     alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices that the papers leave open:
-- The server replaces only the shared parameters of attackers' updates, when they arrive.
-- With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
-  attackers estimate mean and std from their own data. z is computed for each aggregation
-  (`largest_z`).
-- If the norm of an attacker's update is infinite, nan, or above `faults.norm`, the job counts as
-  failed.
+- The server replaces only the shared parameters of an attacker's update, when the update arrives.
+- If the norm of these parameters is infinite, nan, or above `faults.norm`, the job has failed.
+- std has the divisor n, the number of honest updates.
+- z is computed for each aggregation (`largest_z`).
+A departure from ALIE: in the paper, the attackers estimate mean and std from their own data.
 """
 
 from __future__ import annotations

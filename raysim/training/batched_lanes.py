@@ -54,11 +54,11 @@ def step_methods(declarations: Declarations) -> list[str]:
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
     """Return the layers of a chain of linear and elementwise layers; None for other networks.
 
-    There may be flatten layers, too. The first linear layer must get one vector for each sample.
-    The result is also None if there is no linear layer, or if layers share parameters or have
-    frozen ones.
-    networks: the chain must be the only network.
-    input_dims: the number of dimensions of one sample's input. With more than one, the first layer
+    The chain may also contain flatten layers. It must meet these conditions:
+    - It is the only network of the run.
+    - It has a linear layer, and the first linear layer gets one vector for each sample.
+    - All parameters are trained, and no layers share parameters.
+    input_dims: the number of dimensions of a sample's input. With more than one, the first layer
     must flatten the input.
     """
     model = networks["model"]

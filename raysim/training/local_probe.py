@@ -18,15 +18,15 @@ PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Measure a model that was just trained, next to the model from which its training started.
+    """Measure a model that was just trained, and the model from which its training started.
 
-    The result has the trained model's accuracy on `rows`. It also has features of both models, and
-    class probabilities of the trained model. These are for about `PROBE_FEATURES` of the rows: the
-    same number of each class, or all rows of a class with fewer.
+    The result has the trained model's accuracy on all `rows`. About `PROBE_FEATURES` of the rows
+    are drawn: equally many of each class, or all rows of a class with too few. For the drawn rows,
+    the result has the features of both models, and the class probabilities of the trained model.
 
     trainer: its vector contains the trained model.
     rows: samples of the central test set, as rows of the data set.
-    score_batch: the number of rows that are scored at once.
+    score_batch: the number of rows in a batch for scoring.
     """
     trainer.set_training(False)
     received = cast("Classifier", ctx.frozen()["model"])

@@ -130,15 +130,14 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     """Return all tensors of a lane's client that a step may read, by table name and key.
 
+    The first four tables have keys "method.name":
     - "state": the client state.
     - "kept": what methods keep until the end of the job (`LocalJob.scratch`).
     - "download": what methods on the server sent to the client.
     - "draws": the random tensors of the next step.
-    - `VECTORS`: up to four tensors. "received" and "received_counters" are the parameters and
-      integer buffers from the server. "base" is the shared vector from which training starts.
-      "start" is this vector followed by the personal parameters; it is missing if there are none.
-
-    In all tables but `VECTORS`, a key is "method.name".
+    - `VECTORS`: "received" and "received_counters", the parameters and integer buffers from the
+      server; "base", the shared vector from which training starts; and "start", which is "base"
+      followed by the personal parameters. Without personal parameters, there is no "start".
     """
     ctx = lane.ctx
     vectors = {
@@ -180,13 +179,14 @@ class Sizes:
 class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
-    ctx: the context in ordinary steps, from which this context takes its values.
+    ctx: the context of the job in ordinary steps. This context has the same values, but the tensors
+    of `tables` and the learning rate `rate`.
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
-    reads: gets the names of all values that are read.
-    frozen_vector: returns the vector of a frozen copy of the networks, by the copy's name.
-    iteration: a stack that the caller closes at the end of the step. Closing it resets the frozen
-    copies.
+    reads: the object to which the names of all read values are added.
+    frozen_vector: function that returns the vector of a frozen copy of the networks, by the name of
+    the copy.
+    iteration: a stack that the caller closes at the end of the step, to reset the frozen copies.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")

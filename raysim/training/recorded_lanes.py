@@ -1,13 +1,12 @@
 """Record training steps as CUDA graphs, and replay them.
 
-Two steps are of the same kind if one recording fits both. Their stages, batch sizes, train or eval
-modes, and Python values are then equal, and so are the shapes and dtypes of the tensors that they
-read.
+Two steps are of the same kind if one recording fits both. They have equal stages, batch sizes,
+train or eval modes, and Python values. The tensors that they read have equal shapes and dtypes.
 
-If the next steps of all lanes are of the same kind, one recording contains a step of every lane.
-Otherwise each step has a separate recording. The first step of a kind is not recorded. It lets
-libraries choose kernels, and shows which values are read. With several lanes, steps with unusual
-batch sizes are never recorded (`usual_batch_sizes`).
+The first step of a kind is not recorded. It lets libraries choose kernels, and shows which values
+are read. The second step is recorded. If the next steps of all lanes are of the same kind, one
+recording contains a step of every lane. Otherwise each step has a separate recording. With several
+lanes, steps with unusual batch sizes are never recorded (`usual_batch_sizes`).
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ class Checkpoint:
 class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
-    tolerate: the largest share of an aggregation's jobs that may fail. If more fail, the run stops.
+    tolerate: the largest share of an aggregation's jobs that may fail; above it, the run stops.
     norm: the largest norm of an update; None allows any finite norm.
-    timeout: seconds after which a worker that does not answer is replaced; None waits forever.
-    node_timeout: seconds after which a node that does not answer counts as lost. Other workers then
-    get its jobs. None waits until Ray declares the node dead.
+    timeout: a worker is replaced if it does not answer for this many seconds; None waits forever.
+    node_timeout: a node counts as lost if it does not answer for this many seconds, and workers of
+    other nodes get its jobs. None waits until Ray declares the node dead.
     """
 
     tolerate: float = 0.1
@@ -161,13 +161,13 @@ class RunSpec:
     data: the clients' data and the central test set.
     device: the device of each worker: "cpu", "cuda", "cuda:1" or "mps".
     threads: torch's threads in each process.
-    lanes: the number of clients that a worker trains at once; results depend on it in the last
-    bits.
+    lanes: the number of clients that a worker trains at the same time; changes the last bits of
+    results.
     dtype: the type of the parameters.
-    score_batch: the number of samples that are scored at once.
+    score_batch: the number of samples in a batch for scoring.
     profile: True measures how the time is spent.
-    graph: True records and replays steps; results depend on it in the last bits.
-    precision: the type of matrix products in a step.
+    graph: True records and replays training steps; changes the last bits of results.
+    precision: the type of matrix products in a training step.
     loss: the user's loss of each sample; None uses the loss of the task.
     weights: saved initial weights; None keeps the weights with which the model is built.
     size: the largest number of updates in an aggregation.

@@ -114,12 +114,12 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    Recorded steps on a GPU have several lanes, except for large models. Unrecorded steps have
-    several lanes on a CPU if all these conditions hold:
-    - Batched products can compute the steps (`_obstacle`).
+    Some settings of local training allow only one lane (`_unbatched_steps`). Recorded steps on a
+    GPU have several lanes, except for large models. Unrecorded steps have several lanes if all
+    these conditions hold:
+    - Batched products can compute the steps on a CPU (`_obstacle`).
     - Model and loss are part of raysim, and the model is small.
-    - Enough clients are in flight, and the median client has at least four batches of samples.
-    Some settings of local training allow only one lane (`_unbatched_steps`).
+    - `concurrency` is not small, and the median client has at least four batches of samples.
 
     concurrency: the number of clients in flight.
     """

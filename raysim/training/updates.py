@@ -84,13 +84,13 @@ class UpdateBuilder:
     ) -> tuple[Update, Tensor]:
         """Return the update of a trained job, and its delta [layout.shared] on the device.
 
-        The delta is the trained minus the received parameters; with compression, what the server
-        decodes. The delta overwrites the trained parameters in the trainer's vector. The caller
-        must not change the delta, because a client state may contain this tensor.
+        The delta is the trained minus the received tensors. With compression, it is what the server
+        decodes. The delta overwrites the trained tensors in the trainer's vector. The caller must
+        not change the delta, because a client state may contain it.
 
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
-        is_summed: True if the worker adds the delta to a sum; the update then has no delta.
+        is_summed: True if the worker adds the delta to a sum; then the update has no delta.
         probe: None if the model was not probed.
         Raises NotFiniteError or ValueError for an update that must not be aggregated.
         """

@@ -167,17 +167,17 @@ class Worker(SeparateSums):
         versions: int,
         *values: PublishedVersion | StoredState | None,
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
-        """Train jobs. Add up the updates of each group of jobs.
+        """Train jobs, and add up the deltas of each group of jobs.
 
         Return a `TrainingResult` with the updates in the order of `jobs`. If clients have states,
-        return a tuple of this result and each job's final client state. A failed job ends with the
-        state from which it started.
+        return a tuple: the `TrainingResult`, and then the final client state of each job. A failed
+        job ends with the state from which it started.
 
-        groups: tuples of job numbers. The result has one sum for each group, in place of the deltas
-        of its jobs. It has none if all jobs of the group failed.
+        groups: the job numbers of each group. The result has the sum of each group, unless all jobs
+        of the group failed. The updates of these jobs have no delta.
         versions: the number of published versions in `values`.
-        values: first the published versions. If clients have states, one client state for each job
-        follows; None means the initial state, or that this worker has the state.
+        values: the published versions, and then, if clients have states, one client state for each
+        job. None means the initial state, or that this worker has the state.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])

@@ -1,9 +1,9 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-A leaf is weight * vector, rounded. A part of the tree has a level and an index. It contains the
-leaves from index * 2**level up to, but without, (index + 1) * 2**level. The sum of a part is the
-rounded sum of the sums of its two halves. Missing leaves are left out. So the bits do not depend on
-which process adds up which part. In shapes, d is the length of a vector.
+In shapes, d is the length of a vector. Leaf i of the tree is vector i times its weight, rounded. A
+part of the tree has a level and an index. Its leaves are those from index * 2**level up to, but
+without, (index + 1) * 2**level. The sum of a part is the sum of its two halves, rounded. A missing
+leaf adds nothing. So the bits do not depend on which process adds up which part.
 """
 
 from __future__ import annotations
