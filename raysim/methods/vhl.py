@@ -1,28 +1,30 @@
 """VHL: train all clients also on the same labelled noise, and align real features with it.
 
 Source: Tang et al., "Virtual Homogeneity Learning: Defending against Data Heterogeneity in
-Federated Learning" (ICML 2022). h are the features in front of the classifier, divided by their
-norm, y the labels, and T the temperature. v marks the noise, called virtual images:
+Federated Learning" (ICML 2022). x are the images of a batch, with labels y. x_v are noise with
+labels y_v, called virtual images. h and h_v are the features of x and x_v in front of the
+classifier, divided by their norm. T is the temperature, and CE the cross-entropy:
 
     s_ij     = exp(h_i.h_j / T) / sum_{a != i} exp(h_i.h_a / T)
     SC(h, l) = mean_i -1/|P_i| sum_{j in P_i} log s_ij
     loss     = CE(x, y) + alpha CE(x_v, y_v)
                + gamma SC([h; h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-CE is the cross-entropy. P_i are the other rows with the label l_i; without any, row i adds 0. In
-the term with gamma, h_v is a constant.
+P_i are the other rows with the label l_i. If there are none, row i adds 0. In the term with gamma,
+h_v is a constant.
+
+BatchNorm's running statistics come from real and virtual images, so the data should be normalised.
 
 Departures from the paper
 - With label_mode="extra", virtual images have classes of their own, as in the authors' code. The
-  model has two outputs for each class; evaluation uses the larger one. With "shared", virtual
-  images have the real classes, as in FedBR's code.
-- The authors' untrained StyleGAN is left out. Each channel of the noise is standardised, not
-  clipped to [0, 1].
-- A step pads and crops its virtual images.
-- If another method changes the inputs (Mixup, FedMix), CE(x, y) uses the changed images. A second
-  forward pass gives all other terms, as in FedBR's code, and updates BatchNorm's statistics, too.
-- BatchNorm's running statistics come from real and virtual images. Therefore the data should be
-  normalised.
+  model has two outputs for each class; evaluation uses the larger one.
+- With label_mode="shared", virtual images have the real classes, as in FedBR's code.
+- The authors' untrained StyleGAN is left out.
+- Each channel of the noise is standardised, not clipped to [0, 1].
+- A step pads, crops and flips its virtual images.
+- If another method changes x (Mixup, FedMix), only CE(x, y) uses the changed images. A second
+  forward pass computes all other terms, as in FedBR's code. This pass also updates BatchNorm's
+  statistics.
 """
 
 from __future__ import annotations
@@ -155,15 +157,15 @@ class Doubled(Classifier):
 class Vhl(Method):
     """A method that also trains on labelled noise, and aligns real features with it.
 
-    alpha: the weight of the cross-entropy of virtual images.
+    alpha: the weight of the cross-entropy of virtual images (the noise).
     gamma: the weight of the contrastive loss over real and virtual features.
     kappa: the weight of the contrastive loss over virtual features.
     temperature: the temperature of the contrastive losses.
     virtual: the number of virtual images.
     virtual_batch: the number of virtual images in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
-    align_epochs: the number of epochs, from the start of a job, in which features are aligned. With
-    local.steps, all steps align features.
+    align_epochs: the number of epochs with the contrastive losses, from the start of a job. With
+    local.steps, all steps have them.
     """
 
     name = "vhl"

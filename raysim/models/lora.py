@@ -1,8 +1,10 @@
 """Add low-rank adapters (LoRA, Hu et al. 2022) with the package peft.
 
-A layer with the frozen weight W0 [m, n] uses W0 + s B A instead. A [r, n] and B [m, r] are trained;
-r is the rank, and s is alpha / r. At first B is 0 and A random; in an embedding, A is 0 and B
-random. In a convolution, n is the number of input channels times the size of a window.
+A layer has a frozen weight W0 [m, n] and two trained matrices, A [r, n] and B [m, r]. It uses the
+weight W0 + s B A. r is the rank, and s is alpha / r.
+
+At first B is 0 and A random; in an embedding, A is 0 and B random. In a convolution, n is the
+number of input channels times the size of a window.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ class Lora:
     alpha: the product of an adapter's matrices is multiplied by alpha / rank.
     dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head, or every convolution if there is no linear layer. None leaves out
-    layers narrower than the rank, the output layer of a language model, and grouped convolutions.
-    base: the storage type of frozen weights; the computation is in the type of the run. "nf4"
-    stores 4 bits for each number; embeddings are then bfloat16.
+    layer in front of the head. In a model without such a layer, None means every convolution. With
+    None, layers narrower than the rank, a language model's output layer and grouped convolutions
+    get no adapter.
+    base: the storage type of frozen weights. "nf4" stores 4 bits for each number, but embeddings in
+    bfloat16. The computation is in the type of the run.
     """
 
     rank: int = 0

@@ -110,9 +110,13 @@ def split_network(
 ) -> Classifier:
     """Return the network, split into an extractor and a linear head.
 
-    A `Classifier` is returned unchanged. With head=None, the result is a `WholeNetwork` if the last
-    linear layer does not compute the outputs. The result is also a `WholeNetwork` if the outputs
-    have more than 2 dimensions or num_classes is 0.
+    A `Classifier` is returned unchanged. With head=None, the network is not split in three cases,
+    and the result is a `WholeNetwork`:
+
+    - The last linear layer does not compute the outputs.
+    - The outputs have more than 2 dimensions.
+    - num_classes is 0.
+
     inputs: examples [B, ...], for which the split network must compute the same outputs.
     head: the name of the linear layer that computes the outputs; None means the last linear layer.
     Raise ValueError if the network refuses these examples, does not have `num_classes` outputs, or

@@ -3,8 +3,9 @@
 A layer converts its weight in each pass, so only one converted weight exists at a time.
 
 The 4-bit type is NF4 of Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (NeurIPS
-2023). A block of 64 entries has a scale, the largest absolute value. An entry is the scale times
-one of 16 levels, which are quantiles of the normal distribution.
+2023). Each block of 64 entries has a scale: the largest absolute value. An entry is stored as one
+of 16 levels, which are quantiles of the normal distribution. Its value is the scale times the
+level.
 
 Departures from the paper
 - Scales are stored in float32, not in 8 bits (double quantization).

@@ -108,12 +108,12 @@ class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
     name: a local folder with the model's configuration, or the model's name on the hub. A type of
-    model, such as "bert", takes the default configuration of this type.
-    pretrained: True loads the weights from this folder or from the hub. If they are for another
-    number of classes than the data has, the head gets random weights.
+    model, such as "bert", means the default configuration of this type.
+    pretrained: True loads the weights from this folder or from the hub. If the weights are for
+    another number of classes, the head gets random weights.
     options: values that replace those in the model's configuration.
-    task: "classify" returns logits [B, C] of a sequence or an image. "causal" returns logits of the
-    next token at T positions, [B, C, T].
+    task: "classify" returns logits [B, C] of a sequence or an image. "causal" returns logits [B, C,
+    T] of the next token at T positions.
     """
 
     name: str

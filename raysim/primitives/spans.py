@@ -61,10 +61,11 @@ class Track:
 class Spans:
     """A recorder of the time intervals (spans) of a process.
 
-    whole: kinds of work. While a span of one of these kinds is open, spans inside it are not
-    recorded.
+    whole: kinds of work. Spans inside a span of such a kind are not recorded.
     settle: a function that is called before a span closes, to wait for an asynchronous device.
-    The other fields cover the time since the last call of `take`.
+
+    These fields cover the time since the last call of `take`:
+
     seconds: the seconds of each kind of work.
     spans: at most `MAX_KEPT_SPANS` spans.
     calls: the spans that are not inside another span.

@@ -54,11 +54,13 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return the table of results: a row for each setting, with means over the seeds.
 
-        Most columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down
-        and up together. "final_std" is the sample standard deviation over seeds. If no setting has
-        several seeds, it is the population standard deviation of the last ten scores. With tests,
-        "final_mark" is † or ‡ for significantly better or worse than the first setting with the
-        same data and split.
+        Columns are named as in a run's summary. "floats" and "bytes" are the traffic down and up
+        together. A score such as "final" has two more columns:
+
+        - "final_std": the sample standard deviation over the seeds. If no setting has several
+          seeds, it is the population standard deviation of the last ten scores.
+        - "final_mark": † or ‡ if the setting is significantly better or worse than the first
+          setting with the same data and split. Without tests, there is no such column.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -77,14 +79,13 @@ class Report:
     def differences(self) -> pd.DataFrame:
         """Return the paired tests of settings against their reference settings, a row per test.
 
-        The reference is the first setting with the same data and split. A pair is two runs with the
-        same seed.
+        A reference is the first setting with the same data and split. A pair is two runs with the
+        same seed, and a difference is compared minus reference.
 
         - metric: the compared column of `results`.
         - compared, reference: the labels of the two settings.
         - pairs: the number of pairs.
-        - mean, deviation: the mean and standard deviation of the differences, compared minus
-          reference.
+        - mean, deviation: the mean and standard deviation of the differences.
         - low, high: the ends of the mean's 95 % confidence interval.
         - p, wilcoxon: the p-values of the paired t-test and of Wilcoxon's signed-rank test.
         - holm: p after Holm's correction for the tests of this metric.
@@ -214,20 +215,19 @@ def report(
         comparison.write("paper", formats=["pdf"])
 
     Runs that differ only in their seeds are one setting. Each setting is tested against the first
-    one with the same data and split.
+    setting with the same data and split.
 
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: a mapping from the old to the new labels of settings, or a text such as
     "fedavg=FedAvg,fedprox=FedProx".
-    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
-    that is not listed follows the last setting with the same data and split. If there is none, it
-    comes at the end.
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Other
+    settings follow the last setting with the same data and split, or come at the end.
     percent: True shows scores between 0 and 1 in percent.
-    thresholds: target scores of the table `thresholds`. () takes scores from `rounds_to` in the
-    summaries: the highest ones that any run reached, four in the table and two on the HTML page.
-    bold: "best" makes the best value of a column bold. In columns with standard deviations, "clear"
-    does so only if its distance from the second-best value is larger than both deviations.
+    thresholds: the target scores of the table `thresholds`. () takes the highest target scores that
+    a run reached, from `rounds_to` in the summaries: four in the table, two on the HTML page.
+    bold: "best" makes the best value of a column bold. "clear" needs more in columns with standard
+    deviations: the distance from the second-best value must be larger than both deviations.
     width: the width of the figures in inches.
     warn: gets a sentence about skipped folders.
 

@@ -279,10 +279,12 @@ _PROBE_COLUMNS = (
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write a picture of the effects that probes measured in local models, over the rounds.
 
-    It has three panels. The first shows the accuracies of the shared model and the local models.
-    The second compares the features of local models with those of the received model, and the
-    features of seen classes with those of unseen ones. The third shows the outputs for samples of
-    unseen classes, which do not occur in the client's training samples.
+    It has three panels:
+
+    - The accuracies of the shared model and of the local models.
+    - The features of local models: their distance and similarity to features of the received model,
+      and the similarity between seen and unseen classes.
+    - The outputs for samples of unseen classes, which are not in the client's training samples.
 
     Returns False, and writes nothing, if the history has no probes.
     """

@@ -224,12 +224,12 @@ def summarise(
 ) -> dict[str, object]:
     """Return the content of `summary.json`.
 
-    It has the last value of each column, scores over several rounds such as "best5_mean", and
-    `facts`. A score over several rounds is computed from the main metric on the clients' test sets.
-    The same score on the central test set has the suffix `_global`. If the clients have no scores,
-    the score on the central test set has no suffix.
+    It has the last value of each column, `facts`, and scores over several rounds such as
+    "best5_mean". These scores are computed for the main metric on the clients' test sets. A second
+    set of scores, with the suffix `_global`, is for the central test set. If only the central test
+    set has scores, its scores have no suffix.
 
-    thresholds: `rounds_to` in the summary has the first round that reached each of them.
+    thresholds: target scores; `rounds_to` has the first round that reached each of them.
     lower: the metrics for which a lower score is better.
     facts: entries of the summary that do not come from the history.
     """

@@ -36,13 +36,8 @@ _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites only the newest file
 class Jobs:
     """The jobs of a run as arrays with one value for each job.
 
-    version: the base version.
-    start, finish: the begin and the end in virtual seconds.
-    fate: the end of the job, a position in `FATES`.
-    round: the aggregation for which the update was planned. For a lost or discarded job, it is the
-    next aggregation after the loss or the decision to discard. For a job in flight, it is the run's
-    last round plus 1.
-    staleness: the staleness of an aggregated or failed job; 0 for all other jobs.
+    The arrays are fields of `JobRecord`, which describes their values. But `fate` has positions in
+    `FATES` in place of names.
     """
 
     client: np.ndarray

@@ -66,11 +66,7 @@ class UnitFormat:
     ) -> str:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
-        value: None, for a missing number, becomes "–".
-        like: if `value` is a mean or its standard deviation, the mean; otherwise None. Both get the
-        decimals that show three significant digits of the mean. Another number gets at most three
-        significant digits below 1000, and no decimals from 1000 on.
-        unit_of: a number that decides the prefix in place of `like` or `value`.
+        value, like, unit_of: the arguments of `format_count`. None as `value` becomes "–".
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -89,8 +85,8 @@ def format_count(
     """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
     value: None, for a missing number, becomes "–".
-    like: if `value` is a mean or its standard deviation, the mean; otherwise None. Both get the
-    decimals that show three significant digits of the mean. Another number gets at most three
+    like: the mean, if `value` is a mean or its standard deviation; otherwise None. The text then
+    has the decimals that show three significant digits of the mean. With None, it has at most three
     significant digits below 1000, and no decimals from 1000 on.
     unit_of: a number that decides the prefix in place of `like` or `value`.
     """
@@ -120,10 +116,7 @@ def format_seconds(
     """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
     value: the time in seconds; None, for a missing time, becomes "–".
-    like: if `value` is a mean or its standard deviation, the mean in seconds; otherwise None. Both
-    get the decimals that show three significant digits of the mean. Another time gets at most three
-    significant digits below 1000, and no decimals from 1000 on.
-    unit_of: a time in seconds that decides the unit in place of `like` or `value`.
+    like, unit_of: as in `format_count`, in seconds. `unit_of` decides the unit.
     """
     if value is None:
         return MISSING

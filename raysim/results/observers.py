@@ -89,9 +89,10 @@ class CurrentRun:
 
     rounds: the planned number of rounds.
     facts: the entries of the summary that are not computed from the history.
-    thresholds: `rounds_to` in the summary has the first round that reached each of them.
+    thresholds: target scores; `rounds_to` in the summary has the first round that reached each of
+    them.
     rows: the history so far, with the earlier rounds of a resumed run.
-    finished: the event that ends the run; None before.
+    finished: the event that ends the run; None while the run continues.
     profile: the division of the wall time; None before the end, or without `profile=true`.
     url: the address of a copy of the run's folder, without a password; "" if there is none.
     """
@@ -695,8 +696,9 @@ class SummaryFile(Observer):
 class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker, which sends them to MLflow.
 
-    If all clients share one model, it also saves the model in MLflow's format.
-    config: MLflow shows it as parameters.
+    It also saves the model in MLflow's format, if all clients share one model.
+
+    config, tags: the parameters and the tags that MLflow shows.
     spec: the description of the run, with which the model is built.
     activity: shows a text while the model is saved.
     study: the folder of the run's study or sweep; None if there is none.

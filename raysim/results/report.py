@@ -77,8 +77,8 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1 in percent.
-    thresholds: the target scores whose costs are shown. () takes the highest thresholds in
-    `rounds_to` of the summaries that a run reached: four in a table, two on the HTML page.
+    thresholds: the target scores whose costs are shown. () takes the highest target scores that a
+    run reached, from `rounds_to` in the summaries: four in a table, two on the HTML page.
     bold: a rule in `BOLD_RULES` for marking the best value.
     """
 
@@ -437,11 +437,12 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    A run's score is the mean over its five best rounds, and a group's score is the mean over its
-    runs. First comes the group with the best score, then all other groups with the same data and
-    partition. Then comes the best remaining group, and so on.
-    Finished runs are never in a group with unfinished runs. Two runs with the same settings and the
-    same seed are in different groups.
+    A run is scored by the mean over its five best rounds, and a group by the mean over its runs.
+    Better groups come first. But all groups with the same data and partition directly follow the
+    best of them.
+
+    Finished and unfinished runs are in different groups. So are two runs with the same settings and
+    the same seed.
     """
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: _rank([run])):
@@ -546,11 +547,12 @@ def result_columns(
 ) -> list[Column]:
     """Return the columns of the table of results, with a row for each group.
 
-    Numbers are mean ± sample standard deviation over seeds; the number of rounds is only a mean. In
-    columns with a best score, each group is compared by a paired t-test with a reference. It is the
-    first group that has the same data and partition.
-    limit: the most target scores that get a column; the highest ones that a run reached are taken.
-    It has no effect if `view.columns` names the columns.
+    Numbers are mean ± sample standard deviation over seeds; the number of rounds is only a mean. If
+    a column has a best score, paired t-tests compare each group with a reference: the first group
+    with the same data and partition.
+
+    limit: the largest number of columns about target scores. The highest target scores that a run
+    reached get a column. With `view.columns`, the limit has no effect.
     """
     runs = [run for group in groups for run in group.runs]
     columns = [Column("", [group.label for group in groups], key="setting")]
@@ -615,11 +617,11 @@ def _compare_with_first(
 ) -> list[Difference | None]:
     """Test the scores of each row of a table against those of the first row with the same data.
 
-    A pair is the scores of the two rows for the same seed. Return None for the first row itself,
-    and for a row without any pair. Holm's correction counts all tests of the table.
+    A pair is the two rows' scores for the same seed. Return None for the first row itself, and for
+    a row without any pair. Holm's correction counts all tests of the table.
+
     by_seed: for each row, a dict from seed to score; None for a seed without a score.
-    blocks: a value for each row, which stands for its data. Only rows with equal values are
-    compared.
+    blocks: a value for each row, equal for rows with the same data.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -687,11 +689,12 @@ def threshold_columns(
     """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
     There is a row for each pair of a target score and a group. The costs are rounds, bytes, times,
-    and the fleet's energy, money and CO2. They are counted up to the first round that reaches the
-    score. Each cost is a mean ± sample standard deviation over the seeds that reach the score.
-    view: `view.thresholds` are the target scores. If it is (), they are the thresholds in
-    `rounds_to` of the summaries that some run reached.
-    limit: the most target scores to take from `rounds_to`; the highest ones are taken.
+    and the fleet's energy, money and CO2, up to the first round that reaches the score. Each cost
+    is a mean ± sample standard deviation over the seeds that reach the score.
+
+    view: `view.thresholds` are the target scores. () takes the highest target scores that a run
+    reached, from `rounds_to` in the summaries.
+    limit: the most target scores to take from `rounds_to`.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

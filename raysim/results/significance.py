@@ -23,6 +23,7 @@ class Difference:
 
     A number is None if there were too few pairs for it. Without a test, the interval and the
     p-values are None.
+
     deviation: the sample standard deviation of the differences.
     low, high: the mean's 95 % confidence interval.
     p: the p-value of the paired t-test.

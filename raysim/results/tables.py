@@ -51,11 +51,10 @@ class Column:
     show: formats a number; None uses four decimals.
     key: name of the number in a summary; "" if it has none.
     tests: the paired test of each row against its group's reference row, or None. () without tests.
-    bold: "best" marks the best score. "clear" marks it only if its distance from the second-best
-    score is larger than the deviations of both. If one of these deviations is unknown, nothing is
-    marked. If `deviations` is None, "clear" does the same as "best".
-    incomplete: the positions of rows whose mean leaves out some seeds. They are never marked as the
-    best.
+    bold: "best" marks the best score. "clear" also checks `deviations`, unless they are None. It
+    marks the best score only if the distance from the second-best score is larger than the
+    deviations of both. An unknown deviation of one of the two prevents the mark.
+    incomplete: the positions of rows whose mean leaves out some seeds. These rows are never marked.
     """
 
     title: str

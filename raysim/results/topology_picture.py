@@ -144,9 +144,10 @@ def _draw_servers(
 ) -> None:
     """Draw the links of the replicas, and write the name of each replica.
 
-    If each replica has a schedule of its own, also write the traffic of each replica. A replica has
-    links to the clients that it serves. If the replicas exchange their models, each one also has a
-    link to the centre of the picture. The traffic of all exchanges is written there.
+    A replica has links to the clients that it serves. If each replica has a schedule of its own,
+    its traffic is written, too. If the replicas exchange their models, each replica is also linked
+    to the centre of the picture. The traffic of all exchanges is written in the centre.
+
     replicas, positions: the positions of replicas and clients in the picture, [replicas, 2] and
     [clients, 2].
     rows: the history, from which the traffic is read.

@@ -266,7 +266,8 @@ class Tracker(StoredTracker):
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence. It may be called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run, and in `wait_until_known`.
-    command: the command that resumes the run. If rows were not sent, a message to the user has it.
+    command: the start of the command that resumes the run. If rows were not sent, a message shows
+    this command.
     """
 
     def __init__(

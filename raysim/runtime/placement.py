@@ -39,11 +39,11 @@ class RayOptions:
     one node only.
     wait: the most seconds to wait for resources of other runs, or for new nodes if the cluster is
     too small. None waits for other runs without a limit, but not for new nodes.
-    preflight: True measures the memory of one job before the run. None does so only if raysim must
-    choose how many workers share a GPU. A sweep never measures.
+    preflight: True measures the memory of one job before the run. None does so only on GPUs with
+    gpus=None, to choose how many workers share a GPU. A sweep never measures.
     combine: True lets each node add up the sums of its workers; False sends every sum to the
     coordinator. None means True for models of at least 262,144 floats. Results are bit-identical.
-    mixed: True allows processes with different hardware or software; a repetition may then not be
+    mixed: True allows processes with different hardware or software. A repetition may then not be
     bit-identical.
     """
 

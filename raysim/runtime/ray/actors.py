@@ -286,16 +286,17 @@ class RayCoordinator:
 class RayRuntime:
     """A `Runtime` whose workers are Ray actors and whose values are in Ray's object store.
 
+    start: starts the actor of a worker, by number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has the number 0.
     combine_from: if the model has at least this number of floats, each node adds up the sums of its
     workers.
     actors: the running actors of the workers; if it is empty, `start` starts them.
-    participants: the identities of the run's processes, with which a new worker is compared; None
+    participants: the identities of the run's processes, for a comparison with new workers; None
     compares nothing.
-    identify: function that is called if a worker dies before it reports its identity. It starts
-    another process in the worker's bundle and returns a reference to this process's identity. None
-    leaves the identity unknown.
+    identify: called if a worker dies before it reports its identity. It starts another process in
+    the worker's bundle, and returns a reference to the identity of this process. None leaves the
+    identity unknown.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -797,7 +798,7 @@ def start_workers_in(
     identity; None compares nothing.
     packages: the packages whose versions are part of an identity.
     device: the device that is part of an identity, such as "cuda"; "" means none.
-    most: the largest number of workers at a time; 0 if no further workers may start during the run.
+    most: the largest number of workers at a time; 0 if no workers may start later in the run.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)

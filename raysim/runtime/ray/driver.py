@@ -102,9 +102,10 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is null, start as many workers as fit on the nodes, but not above
+    If `runtime.workers` is null, as many workers start as fit on the nodes, but at most
     `concurrency`. In a cluster that raysim has joined, resources that other runs use do not count.
     Inside a trial of a sweep, the trial's placement group decides about the number.
+
     concurrency: the number of clients in flight at once.
     measure: trains one job and returns the memory that it needs.
     Raises ValueError if the cluster is too small.
@@ -275,12 +276,12 @@ def run(
     """Run on the connected cluster, in a placement group of the run; yield the run's events.
 
     options: the settings `runtime.*`; None uses their defaults.
-    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
-    writes none.
+    folder: the folder for the model, and for the checkpoints unless `checkpoint.folder` is set. ""
+    writes no model and no checkpoints.
     resume: the address of the checkpoint to continue from; "" starts a new run.
-    Raises the coordinator's errors.
-    Raises ProcessLostError if the coordinator is lost or silent for too long, or if the run cannot
-    continue without a dead worker.
+
+    Raises the coordinator's errors. Raises ProcessLostError if the coordinator is lost or silent
+    for too long, or if the run cannot continue after the death of a worker.
     """
     options = options or RayOptions()
     processes = start_processes(spec, (schedule, fleet), size, options, say, folder, resume)
