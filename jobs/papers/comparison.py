@@ -5,6 +5,7 @@ The configuration of a run decides with which cells of this table the run is com
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -315,18 +316,14 @@ def _match(
     the run belongs, and how it differs from the paper's setting.
     """
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
-    presets: dict[tuple[str, ...], dict[str, str]] = {}
     for run in runs:
         labels: dict[str, list[str]] = {}
         for entry in entries:
             command = entry.command
             if not _same_choices(run, command):
                 continue
-            preset = _with_options(command)
-            key = tuple(preset.arguments())
-            if key not in presets:
-                presets[key] = _settings_of(preset)
-            different = _different(run, presets[key], command, row_keys)
+            preset = _settings_of(tuple(_with_options(command).arguments()))
+            different = _different(run, preset, command, row_keys)
             if not row_keys & set(different):
                 match = _as_match(run, different)
                 entry.matches.append(match)
@@ -375,12 +372,14 @@ def _with_options(command: Command) -> Command:
     return replace(command, overrides=options, path_overrides=())
 
 
-def _settings_of(command: Command) -> dict[str, str]:
-    """Map each dotted key of a command to its value, and each group in `GROUPS` to its option."""
+# Many tables have the same commands.
+@functools.cache
+def _settings_of(overrides: tuple[str, ...]) -> Mapping[str, str]:
+    """Return the values of a configuration by dotted key, and the option of each of `GROUPS`."""
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict
 
-    return _flat(to_dict(compose(command.arguments())))
+    return _flat(to_dict(compose(overrides)))
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, str]:
@@ -413,6 +412,7 @@ def _different(
     return different
 
 
+@functools.cache
 def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE) or key.endswith(
         (".root", ".cache")

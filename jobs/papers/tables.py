@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -79,7 +80,8 @@ class Table:
     cells: tuple[Cell, ...]
 
 
-def tables(paper: str) -> dict[str, Table]:
+@functools.cache
+def tables(paper: str) -> Mapping[str, Table]:
     """Return all tables of a paper by name, such as "fedbr/table1".
 
     Raise `RefusedError` for an unknown paper.
