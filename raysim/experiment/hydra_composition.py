@@ -127,7 +127,7 @@ class Composition(NamedTuple):
     are not used.
     chosen_values: the values of the chosen options as they are without the preset, by group. It
     has only groups that the preset mentions: "method", "observer", and each other group in which
-    the user chose an option.
+    the user chose an option. With a preset only its keys count; the values may be None.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 
@@ -190,6 +190,10 @@ def _compose_by_hydra(
     lists, mentioned = _read_preset(preset, groups)
     lists |= {group: chosen[group] for group in LISTS if group in chosen}
     changed = mentioned & {*chosen, *(LISTS if has_preset else ())}
+    has_user_files = len(config_roots(folders)) > 1
+    # With a preset, only the keys of the chosen options count. In raysim's own files they are those
+    # of the files, and reading these takes much less time than another composition.
+    is_from_files = has_preset and not has_user_files
     chosen_values: Node = {}
     with _start_hydra(config_roots(folders)):
         config = hydra.compose(
@@ -199,15 +203,17 @@ def _compose_by_hydra(
             group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group
         }
         choices |= {group: lists.get(group, []) for group in LISTS}
-        if changed:
+        if is_from_files:
+            for group in sorted(changed):
+                names = choices[group] if group in LISTS else [choices[group]]
+                chosen_values[group] = dict.fromkeys(_option_keys(group, names, groups))
+        elif changed:
             options = []
             for group, name in choices.items():
                 if name is not None and group != "experiment":
                     options.append((group, tuple(name if group in LISTS else [name])))
             chosen_values = _values_without_preset(
-                tuple(options),
-                tuple(sorted(changed)),
-                has_user_files=len(config_roots(folders)) > 1,
+                tuple(options), tuple(sorted(changed)), has_user_files
             )
     return Composition(_values(config), chosen_values, choices)
 
@@ -366,6 +372,18 @@ def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path,
             inner = entry.removeprefix("/").removeprefix(f"{group}/")
             folder = "" if entry.startswith("/") else f"{Path(name).parent.as_posix()}/"
             yield from _option_files(groups, group, f"{folder}{inner}".removeprefix("./"))
+
+
+def _option_keys(group: str, names: Sequence[str], groups: Groups) -> list[str]:
+    """Return the keys in the files of a group's options; those of included files come first.
+
+    names: the options.
+    """
+    keys: list[str] = []
+    for name in names:
+        for _, node in reversed(list(_option_files(groups, group, name))):
+            keys += [key for key in node if key != "defaults"]
+    return keys
 
 
 def _default_options(node: Node) -> Node:
