@@ -6,6 +6,7 @@ most other characters in values, so a path such as `/home/ü/x` needs no quotes.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,11 +101,16 @@ def read_override(
     letters = _Letters(text)
     hidden_text = letters.hide(_expand_counts(text))
     try:
-        override: Override = OverridesParser.create().parse_override(hidden_text)
-        return _to_setting(override, text, letters)
+        return _to_setting(_parse(hidden_text), text, letters)
     except (HydraException, ValueError, TypeError) as error:
         advice = _QUOTE_ADVICE if "=" in text else advise(text)
         raise RefusedError(f"'{text}' cannot be read as key=value. {advice}") from error
+
+
+# A study reads the same overrides for each of its runs. Nothing changes an `Override`.
+@functools.lru_cache(maxsize=1024)
+def _parse(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
 
 
 def _check_text(text: str) -> None:
