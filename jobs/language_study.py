@@ -4,12 +4,12 @@
     python -m jobs.language_study collect runs/language
     python -m jobs.language_study page
 
-`run` trains a base model centrally, and from it each method with three seeds. It continues if it
-was stopped. Further arguments are overrides of every run, except `data.root`. `collect` and `page`
-write docs/studies/language.json, .md and .png.
+`run` trains a base model centrally. Then each method trains this model, with three seeds. After an
+interruption, the same command continues. Further arguments are overrides of every run; the study
+itself sets `data.root`. `collect` and `page` write docs/studies/language.json, .md and .png.
 
-`run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
-stored numbers of all other methods, which must have the same base model.
+`run runs/language only=DiLoCo,FedIT` executes the runs of these methods only. Then `collect` keeps
+the stored numbers of all other methods, if they belong to the same base model.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def draw_panel(
 ) -> None:
     """Draw, for each name, a line with the mean over the seeds and a band with their range.
 
-    Both are drawn only for costs at which all seeds have a value. Only the first eight names are
-    drawn, because there are eight colours.
-    curves_of: maps each name to one curve for each seed. A curve is an array [points, 2]: each row
-    is a cost and the score at this cost, and the costs ascend.
-    cost_label: the label of the horizontal, logarithmic axis.
-    tick_format: the format of numbers on this axis, such as "{x:g}".
+    Line and band contain only costs at which all seeds have a value. There are eight colours, so
+    only the first eight names are drawn.
+    curves_of: one curve for each seed, by name. A curve is an array [points, 2]. Each row is a cost
+    and the score at this cost, in ascending order of the costs.
+    cost_label: the label of the horizontal, logarithmic axis, which shows the cost.
+    tick_format: the format of the costs on this axis, such as "{x:g}".
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -1,11 +1,11 @@
-"""Measure the cost of adapters: the time of a job, and the memory of the frozen weights.
+"""Measure the cost of adapters: the CPU time of a job, or the memory of a run.
 
-    uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
+    uv run python -m jobs.benchmarks.adapters steps     a job in raysim, and in PyTorch with peft
     uv run python -m jobs.benchmarks.adapters memory    peak memory of a run on Ray (only on Linux)
 
-`steps` prints the CPU seconds of a job for each number format of raysim's frozen weights. raysim's
-time should be at most 1.05 times that of a PyTorch loop with peft in float32. `memory` prints the
-peak memory of coordinator and workers together.
+Both commands measure each number format of raysim's frozen weights. raysim's CPU time should be at
+most 1.05 times that of the PyTorch loop, whose weights are float32. The peak memory is that of
+coordinator and workers together.
 """
 
 from __future__ import annotations

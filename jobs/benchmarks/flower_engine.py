@@ -3,17 +3,17 @@ r"""Compare raysim with Flower's own simulation engine, on workloads and on Flow
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
-Flower's engine needs its own Python environment, because it needs another version of Ray. W1 and W2
-are workloads of `raysim bench`. The result is raysim's time of a round divided by that of Flower's
-engine.
+W1 and W2 are workloads of `raysim bench`. The result is raysim's time of a round, divided by the
+time of Flower's engine. The engine has its own environment, because it needs another version of
+Ray.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \
         --checkout checkout quickstart-sklearn fedprox
 
-All other names are programs in Flower's repository (`flower_programs.py`). PACKAGES are the
-packages in the programs' pyproject.toml without flwr; Flower's environment needs them, too. The
-result is a table of accuracies and times.
+quickstart-sklearn and fedprox are programs in Flower's repository (`flower_programs.py`). The
+result is a table of accuracies and times. PACKAGES are the packages in the programs'
+pyproject.toml, except flwr. Flower's environment needs PACKAGES, too.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     python -m venv fedjax && fedjax/bin/pip install fedjax "jax==0.4.38" "jaxlib==0.4.38"
     uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
 
-All three train the workloads of `raysim bench` with FedAvg, in turns. raysim and pfl-research have
-two processes of one thread. FedJAX has one process, and the faster of its two backends counts. The
-result is the median ratio of raysim's time to that of each peer.
+The three simulators train the workloads of `raysim bench` with FedAvg, in turns. raysim and
+pfl-research use two processes of one thread. FedJAX uses one process; it is measured with its two
+backends, and the faster one counts. The results are the median ratios of raysim's time to
+pfl-research's time and to FedJAX's time.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 The benchmark measures:
 
 1. Checkpoints of the workload W1 of `raysim bench`, and of 10,000 clients with states of SCAFFOLD.
-2. 1,000 clients with SCAFFOLD and the model of the workload W2: first with all states in memory,
-   then with nine tenths on disk.
-3. `--clients` such clients with at most 1 GiB of states in memory. The disk must have 16.5 GB for
-   100,000 clients.
+2. A run of 1,000 clients with SCAFFOLD and the model of the workload W2: once with all client
+   states in memory, and once with nine tenths on disk.
+3. Such a run of `--clients` clients, with at most 1 GiB of states in memory. 100,000 clients need
+   16.5 GB on the disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
-A claim says that a method has a higher or a lower score than a second method. The verdict follows
-from the 95 % interval (Student's t) of the differences of scores on equal seeds:
+A claim says that a method has a higher or a lower score than a second method. The scores of runs
+with the same seed are subtracted. The verdict follows from the 95 % interval (Student's t) of the
+mean difference:
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
@@ -70,11 +71,11 @@ class Printed:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper that compares two methods.
+    """A sentence of a paper that compares the scores of two methods.
 
     method, other: the overrides of the two methods, such as "method=fedbr method.fedbr.mu=0".
-    settings: the settings at which we test the claim, the largest one last.
-    printed: the paper's numbers; None if there are none.
+    settings: the settings at which we test the claim; the one with the largest runs is the last.
+    printed: where the paper prints the two scores; None if it does not print them.
     source: the figure or the equations that make the claim, such as "Figure 5b"; "" if `printed`
     names a table.
     deviations: True if the claim is about printed standard deviations, not means.

@@ -2,11 +2,12 @@
 
     python -m jobs.papers.gpu prepare DIR data.root=DATA [NAME...]
     python -m jobs.papers.gpu run DIR [--minutes 25] [--device cuda] [NAME...]
+    python -m jobs.papers.results DIR/runs/NAME...
 
-`prepare` needs all dependencies of raysim. It writes the runs and the data sets to DIR, which can
-be copied to another machine. `run` needs only the packages of `raysim bench gpu`. It starts or
-continues unfinished runs. `python -m jobs.papers.results DIR/runs/NAME...` stores finished runs for
-the papers' pages.
+A NAME is a study. `prepare` writes the runs and the data sets to DIR, and needs all dependencies of
+raysim. DIR can be copied to another machine. There, `run` starts or continues unfinished runs, and
+needs only the packages of `raysim bench gpu`. The third command stores finished runs for the
+papers' pages.
 """
 
 from __future__ import annotations

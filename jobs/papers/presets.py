@@ -50,14 +50,15 @@ class Command:
 class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
-    column: the history column from which the score and the rounds until an accuracy are computed.
-    summary: function of the history's rows and the column's name. It returns the score, or None if
+    column: the history column from which the score is computed. It also tells how many rounds a run
+    needs for an accuracy.
+    summary(rows, name): returns the score from the history's rows and the column's name; None if
     there is no score.
     factor: the factor on the score, such as 100 for percent.
-    spread: function with the same arguments that returns the deviation over the rounds of one run.
-    It is None if the table prints no such deviations.
-    additional_columns: history columns from which additional scores are computed in the same way,
-    by the title of the score.
+    spread(rows, name): returns the standard deviation over the rounds of a run. `spread` is None if
+    the table prints no such deviations.
+    additional_columns: the history columns of additional scores, by the title of the score.
+    `summary` and `factor` are the same.
     """
 
     column: str
@@ -72,9 +73,9 @@ class PaperRuns:
     """A map from the cells of a paper's tables to commands of our runs and to their scores.
 
     own_method: the paper's method, such as "fedld". Names of its partial variants begin with it.
-    command, score: return our run's command and score for a cell.
-    row_prefixes: the beginnings of the configuration keys whose values tell the rows of a table
-    apart.
+    command, score: functions that return our run's command and score for a cell.
+    row_prefixes: the prefixes of configuration keys whose values differ between the rows of a
+    table.
     score_explanation: which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
     gain_score_name: completes the sentence "Gains in points of ...", such as "the mean of the five

@@ -63,9 +63,9 @@ class Table:
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
     metric: which score the table has, and from which rounds it is computed.
-    deviation_of: a text that says over which runs or rounds the printed deviations are taken; "" if
-    there is no such text.
-    momentum: the paper's local momentum for each data set; {} if the paper states none, or the same
+    deviation_of: the runs or rounds over which the printed deviations are taken, as a text; "" if
+    this is not known.
+    momentum: the paper's local momentum, by data set. {} if the paper states none, or one momentum
     for all data sets.
     notes: contradictions and missing information in the paper.
     """

@@ -61,11 +61,12 @@ class Nodes(InProcess):
     """A runtime in one process whose workers act as if they were on several nodes.
 
     nodes: the node of each worker.
-    least: nodes add up updates only if the model has at least this number of parameters.
+    least: the nodes add up updates only if the model has at least this number of parameters.
 
-    trained: for each training call, the name of the called method, and the worker's node.
-    added: for each call of `add_up`, the node and the number of sums that are added up.
-    vectors: for each object that the coordinator fetched, the number of vectors in it.
+    The runtime records the calls of a run:
+    trained: the name of the called method and the worker's node, for each training call.
+    added: the node and the number of sums to add up, for each call of `add_up`.
+    vectors: the number of vectors in each object that the coordinator fetched.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):

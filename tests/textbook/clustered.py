@@ -61,13 +61,13 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
     """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
-    All clients train in each round, as in the paper. Let c be the largest cosine similarity between
-    two updates from different parts of a cluster. A cluster is split into the two parts with the
-    smallest c. It is split only if all these conditions are met:
-    - There are fewer than `most` clusters, and the cluster has at least three clients.
-    - The norm of the cluster's mean update is below `mean_norm`.
-    - The norm of one of its updates is above `max_norm`.
-    - gamma < sqrt((1 - c) / 2)
+    All clients train in each round, as in the paper. `best_bipartition` divides a cluster into two
+    parts. Clusters of one or two clients are never split.
+    mean_norm: a cluster is split only if the norm of its mean update is below this value.
+    max_norm: a cluster is split only if the largest norm of its updates is above this value.
+    most: the largest number of clusters.
+    gamma: a cluster is split only if gamma < sqrt((1 - c) / 2). c is the largest cosine similarity
+    between updates of different parts.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
     counts = []

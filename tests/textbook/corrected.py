@@ -73,13 +73,10 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Compute a run of SCAFFOLD (Algorithm 1, Option II) with any function for local training.
 
-    After a job, the client's control variate c_i becomes c_i - c + (x - y) / (K' eta). c is the
-    server's control variate, and x and y are the received and trained parameters. Each parameter
-    has its own learning rate eta and number of steps K', which is larger with momentum (`_steps`).
-    Models have equal weights.
-    client(job, x, correct): trains from x and returns y. In each step, it must use the gradients
-    that correct(parameters, gradients) returns.
-    factor(name): a parameter's eta, divided by the learning rate of the run.
+    Each parameter has its own learning rate and number of steps. Models have equal weights.
+    client(job, x, correct): trains from the received parameters x, and returns the trained
+    parameters. In each step, it must use the gradients that correct(parameters, gradients) returns.
+    factor(name): the learning rate of a parameter, divided by that of the run.
     """
     x, names = dict(world.start), _networks(world)
     c = {name: torch.zeros_like(x[name]) for name in names}
@@ -119,14 +116,12 @@ def with_fedcm(
 ) -> Book:
     """Compute a run of FedCM (Algorithm 1) with any function for local training.
 
-    The server's direction is the mean of (x - y) / (K eta) over the clients of the last round. x
-    and y are the received and trained parameters. Each parameter has its own learning rate eta and
-    number of steps K. Models have equal weights.
-
-    client(job, x, correct): trains from x and returns y. In each step, it must use the gradients
-    that correct(parameters, gradients) returns. Its optimizer must add weight decay to them.
-    alpha: the weight of the gradient. The weight of the direction is 1 - alpha.
-    factor(name): a parameter's learning rate, divided by that of the run.
+    Each parameter has its own learning rate and number of steps. Models have equal weights.
+    client(job, x, correct): trains from the received parameters x, and returns the trained
+    parameters. In each step, it must use the gradients that correct(parameters, gradients) returns.
+    Its optimizer must add weight decay to them.
+    alpha: the weight of the gradient. The weight of the server's direction is 1 - alpha.
+    factor(name): the learning rate of a parameter, divided by that of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}

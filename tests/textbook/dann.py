@@ -47,12 +47,12 @@ def dann(
     """Compute a run of DANN, whose extractor learns to hide the client from a discriminator.
 
     lam: the weight with which the extractor increases the discriminator's loss.
-    r: without reversal, step k = 1, 2, ... trains the discriminator if k mod (1 + r) < r. All other
-    steps train extractor and classifier.
-    rate: the discriminator's learning rate, divided by that of the run; 1 with reversal.
-    reversal: True trains all three networks in each step.
-    rounds: the function of `textbook.corrected` that corrects the clients' gradients. `alone`
-    corrects nothing.
+    r: without `reversal`, step k = 1, 2, ... trains the discriminator if k mod (1 + r) < r, and
+    otherwise extractor and classifier.
+    rate: the discriminator's learning rate, divided by that of the run; 1 with `reversal`.
+    reversal: True trains discriminator, extractor and classifier in each step.
+    rounds: a function of `textbook.corrected`, which corrects the clients' gradients or, with
+    `alone`, does not.
     """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 

@@ -105,14 +105,11 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
     """Compute a run of asynchronous DiLoCo, whose server makes delayed Nesterov steps.
 
-    The server's gradient is the negated mean update. In every `every`-th aggregation, the momentum
-    decays, and the mean of the last `every` gradients is added to it. It changes in no other
-    aggregation. The step of each aggregation uses the gradient divided by `every`, plus a part of
-    the momentum.
-
     lr: the server's learning rate.
     momentum: the decay factor of the momentum.
-    c: the paper's weight of the momentum in aggregations that do not change it.
+    every: the momentum changes only in every `every`-th aggregation. Then the mean of the last
+    `every` gradients is added to it. A gradient is the negated mean update of an aggregation.
+    c: the paper's weight of the momentum in all other aggregations.
     """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))

@@ -25,15 +25,14 @@ def dp_fedavg(
     eta: float = 0.2,
     s: float | None = None,
 ) -> Book:
-    """Clip each update to the norm c, add Gaussian noise to the sum, and divide by m.
+    """Compute a run of DP-FedAvg: clip each update, add Gaussian noise to the sum, and divide by m.
 
     m: the number of clients in a round.
-    z: the noise multiplier; with a fixed bound, the standard deviation is z c.
+    z: the noise multiplier. With a constant bound, the noise has the standard deviation z c.
     c: the clipping bound in the first round.
-    gamma: the bound adapts until it leaves this fraction of the updates unclipped; None keeps c.
+    gamma: the bound adapts so that this fraction of the updates is not clipped. None: it stays c.
     eta: the rate at which the bound adapts.
-    s: the standard deviation of the noise that is added to the number of unclipped updates; None:
-    max(m / 20, z).
+    s: the standard deviation of the noise on the number of unclipped updates. None: max(m / 20, z).
     """
     bounds, shares, state = [], [], {"c": c}
     s = max(m / 20, z) if s is None else s

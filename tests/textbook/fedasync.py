@@ -24,15 +24,15 @@ def fedasync(
 ) -> Book:
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
-    In aggregation k = 0, 1, ..., an arriving model has the weight w = alpha decay^k sigma(s), and
-    the shared model the weight 1 - w. s is the staleness. If an aggregation has several models,
-    they are mixed in one after another, and each one makes the next one's s larger by 1. If the run
-    weighs by samples, w is multiplied by n_i / (mean of all n), and is at most 1. Integer buffers
-    get the largest value of the arriving models.
+    The models of an aggregation are mixed in one after another. Each model increases the staleness
+    s of the later ones by 1. Integer buffers get the largest value of the arriving models.
 
+    alpha, decay: in aggregation k = 0, 1, ..., the weight of an arriving model is alpha decay^k
+    sigma(s). If the run weighs by samples, the weight is multiplied by n_i / (mean of all n), and
+    is at most 1.
     kind: sigma(s): 1 ("constant"), (s + 1)^-a ("polynomial") or "hinge". "hinge" is 1 if s <= b,
     else 1 / (a (s - b) + 1).
-    oldest: models with a larger staleness have the weight 0.
+    oldest: models with a larger s have the weight 0.
     rho: the local loss has the penalty rho / 2 times the squared distance from the received
     parameters.
     """

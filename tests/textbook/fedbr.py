@@ -1,9 +1,9 @@
 """FedBR: Guo, Tang and Lin 2023, eqs. (2)-(7) and Algorithms 1-3.
 
-In eqs. (5) and (6), the paper divides the similarities by temperatures. The released code
-multiplies the similarities by them. Paper and code leave some questions open. This textbook makes
-these choices:
-- Row j of the pseudo-data is compared with row (j mod B) of the batch, which has B rows.
+The similarities in eqs. (5) and (6) are divided by temperatures in the paper, and multiplied by
+them in the released code. Paper and code leave some questions open. This textbook makes these
+choices:
+- A batch has B rows. Row j of the pseudo-data is compared with row (j mod B) of the batch.
 - The received extractor is in eval mode.
 - Pseudo-data do not change BatchNorm's statistics.
 - The projector has the momentum and weight decay of the model.
@@ -54,10 +54,10 @@ def projected(p: Params, z: Tensor) -> Tensor:
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
     """Return FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
-    Row j of z_p is pulled to row j of z_g, and pushed away from row j mod B of z.
-    p: the tensors of all modules. The loss compares the projector's outputs, or features if there
-    is no projector.
-    z_p, z_g: [R, F], features of the pseudo-data from the trained and the received extractor.
+    Row j of z_p is pulled to row j of z_g, and pushed away from row (j mod B) of z. If there is a
+    projector, the loss compares its outputs for these features.
+    p: the tensors of all modules.
+    z_p, z_g: [R, F], features of the pseudo-data from the trained and from the received extractor.
     z: [B, F], the features of the batch.
     kappa: the factors on the cosines with z_g and with z.
     """
@@ -191,13 +191,13 @@ def fedbr(
 
     The max step changes the projector to increase the loss of `contrast`. The min step changes
     extractor and classifier to decrease all losses. Without a projector, or with max_step=False,
-    there is only the min step. All modules are averaged.
+    there is only the min step. All modules are averaged. Arguments that are not listed are settings
+    of raysim's class `FedBR`.
     lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
     pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
     mixup: True first mixes the rows of each batch in pairs.
-    rounds: the function of `textbook.corrected` that corrects the clients' gradients. `alone`
-    corrects nothing.
-    Other arguments are settings of raysim's class `FedBR`.
+    rounds: a function of `textbook.corrected`, which corrects the clients' gradients or, with
+    `alone`, does not.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

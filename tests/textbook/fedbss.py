@@ -1,11 +1,11 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1.
 
 The uncertainty alpha_i of a sample is 1 minus the range of its class probabilities. A sample is
-unbiased if its loss S_i is at most that of the most uncertain sample. Epoch e uses a fraction a_e
-of the biased samples.
+unbiased if its loss S_i is at most that of the most uncertain sample. Epoch e uses all unbiased
+samples and a fraction a_e of the biased samples.
 
-The textbook draws its own batches. A fixed number of steps is divided into `phases` parts, which
-count as epochs. With BatchNorm, a last batch of one sample is left out, unless it is the only one.
+If the number of steps is fixed, a job has `phases` parts of steps in place of epochs. With
+BatchNorm, a last batch of one sample is left out, unless it is the only batch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Compute a run of FedBSS: FedAvg with equal weights, and selected samples.
+    """Compute a run of FedBSS: FedAvg with equal weights, and with selected samples.
 
     From version `warmup` on, epoch e uses all unbiased samples (`split`) and a fraction a_e of the
-    biased samples.
-    kind: how a_e grows with e, a key of `FRACTION`; "all" always uses all samples.
-    refresh: losses and uncertainties are computed in a client's first job after the warm-up, and
+    biased samples. Before, all samples are used.
+    kind: how a_e grows with e, a key of `FRACTION`. "all" always uses all samples.
+    refresh: the client computes losses and uncertainties in its first job after the warm-up, and
     then in every `refresh`-th job.
-    fraction_of: "samples" uses the fraction a_e of the biased samples. "loss" uses all samples, and
-    multiplies the losses of biased samples by a_e.
+    fraction_of: "samples" selects biased samples, as described. "loss" uses all samples, and
+    multiplies the losses of the biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -129,11 +129,10 @@ def batches(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
-    Epoch e uses all unbiased samples, and the fraction a_e of biased samples with the smallest
-    losses (eq. 6), rounded down. If the number of steps is fixed, a job has phases in place of
-    epochs, and e counts the phases.
+    Epoch e uses all unbiased samples, and the fraction a_e of the biased samples: those with the
+    smallest losses (eq. 6). With a fixed number of steps, a job has phases in place of epochs.
     order: the positions of the client's samples, in ascending order of loss.
-    unbiased: the number of samples that every epoch uses, the first of `order`.
+    unbiased: the number of unbiased samples, which are the first ones of `order`.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".
     """
     local, shares = world.local, list[float]()

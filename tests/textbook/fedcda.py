@@ -1,16 +1,15 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-The server caches the last K models of each client, and selects one model from each cache. The
-shared model x is the mean of the selected models w_n, which minimise (eqs. 3, 7 and 8)
+The server caches the last models of each client, and selects one of them, w_n for client n. The
+shared model x is the mean of all w_n. The selection minimises (eqs. 3, 7 and 8)
 
     J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
-F_n: the mean batch loss in the last epoch of the job that trained model n. If jobs have a fixed
-number of steps, F_n is the mean over the last tenth of these steps. L: the smoothness.
+L is the smoothness. F_n is the mean batch loss at the end of the job that trained w_n: in its last
+epoch or, with a fixed number of steps, in its last tenth of the steps.
 
-An aggregation selects models only for its clients, in random groups ("batches" in the paper). For
-each group in turn, all combinations are tried. J includes the models that are selected for earlier
-groups and for clients outside the aggregation.
+An aggregation selects models only for its own clients, for one random group ("batch" in the paper)
+after another. J includes the selected models of all other clients.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ def fedcda(
     memory: the number of models in a client's cache.
     batches: the number of groups of clients for which models are selected one after another.
     smoothness: the module's constant L.
-    warmup_rounds: in the first `warmup_rounds` aggregations, the server selects the newest model
-    of each client.
-    everybody: True: these aggregations average over all clients that have sent a model. False: they
-    average over the clients whose updates arrive.
+    warmup_rounds: the number of first aggregations that select the newest model of each client.
+    everybody: True: these first aggregations average over all clients that have sent a model.
+    False: they average over the clients whose updates arrive.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}

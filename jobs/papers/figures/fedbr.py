@@ -181,11 +181,10 @@ def pseudo_data(runs: Runs) -> Sequence[Panel]:
 def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     """Return panels about a start model, and about the model that one client trains from it.
 
-    The client is the one with the fewest classes, in a FedAvg run of one round. The panels show the
-    features of both models, and the client model's mean output on classes that the client lacks, if
-    there are any.
-    epochs: the epochs of centralized training of the start model. 0 takes the final model of
-    FedAvg.
+    A run of FedAvg with one round begins with the start model. The client is the one with the
+    fewest classes in this run. The panels show the features of both models, and the mean output of
+    the client's model on classes that the client lacks, if there are any.
+    epochs: the epochs of the centralized training of the start model; 0 takes FedAvg's final model.
     overrides: overrides of the run with one round.
     """
     if epochs:

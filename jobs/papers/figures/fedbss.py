@@ -36,8 +36,8 @@ def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
     """Return two panels with the values of a history column in each round.
 
     The first panel is about data with unevenly distributed labels, the second about data with 50 %
-    wrong labels. Each panel compares training on all samples, training on the half with the lowest
-    losses, and training on the half with the highest losses.
+    wrong labels. Each panel compares three ways of training: on all samples, on the half with the
+    lowest losses, and on the half with the highest losses.
     column: the name of the column, in which {} stands for the name of the method.
     factor: the factor on the values.
     y: the label of the vertical axis.
