@@ -61,11 +61,15 @@ def assign_units(
 ) -> list[int]:
     """Choose a worker for each unit; return the positions of these workers in `loads`.
 
-    If the client of a unit has a home (`StateHome`) that is still making the client's state, the
-    home gets the unit. Otherwise, the home gets it if the home's load stays within a limit. If not,
-    the least loaded worker on the home's node gets it, within the same limit. In all other cases,
-    the least loaded worker gets it. The limit is `MAX_SLOWDOWN` times the mean load of all workers
-    after all assignments.
+    The home of a client is the worker that has, or will have, its newest state. A unit goes to the
+    first worker of this list whose condition is true:
+
+    - the client's home, if it is still making the client's state,
+    - the home, if its load stays within a limit,
+    - the least loaded worker on the home's node, if its load stays within the limit,
+    - without a condition, the least loaded of all workers.
+
+    The limit is `MAX_SLOWDOWN` times the mean load of all workers after all assignments.
 
     units: the jobs of each client; the units with the most samples come first.
     loads: for each worker, the number of samples that it still has to train from earlier jobs.
@@ -102,14 +106,14 @@ def assign_groups(
 ) -> list[list[Job]]:
     """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A worker returns one sum for a whole group. Groups are split only if a worker's load would be
-    too large. The limit is `MAX_SLOWDOWN` times the largest load that workers would have if all
-    jobs were assigned one by one.
+    A worker returns one sum for a whole group. A group is split only if a worker's load would
+    exceed a limit. The limit is `MAX_SLOWDOWN` times the largest load after assigning all jobs one
+    by one.
+
     groups: jobs whose updates are a subtree of the summation tree, in the order of aggregation.
-    loads: for each worker, the number of samples that it still has to train from earlier jobs.
-    nodes: for each worker, the number of its node.
-    keeps_nodes: True assigns groups to nodes first, if the loads allow it, so that nodes can add up
-    sums.
+    loads, nodes: as in `assign_units`.
+    keeps_nodes: True first assigns groups to nodes, so that nodes can add up sums. This has no
+    effect if a load would then exceed the limit.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -236,10 +240,10 @@ def _distribute(
 
     The units with the most samples come first. Each unit goes to the receiver that has the smallest
     load at this moment.
-    loads: for each receiver, its load before it gets any of these units. The load of a node is the
-    mean load of its workers.
-    capacities: for each receiver, 1 if it is a worker, or the number of its workers if it is a
-    node.
+
+    loads: for each receiver, its load before the first unit. The load of a node is the mean load of
+    its workers.
+    capacities: for each receiver, its number of workers; 1 if it is a worker itself.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)

@@ -113,9 +113,10 @@ class Availability(ABC):
         """Return changes of availability up to the virtual time `horizon`, in seconds.
 
         There are two results: the times of the changes, and the positions in `clients` of the
-        clients that change. At most `_MAX_CHANGES` changes of a client are looked up. If a client
-        has more changes up to `horizon`, the results end before its first change that was not
-        looked up, for all clients.
+        clients that change. At most `_MAX_CHANGES` changes of each client are looked up. If some
+        clients have more changes up to `horizon`, all results end before the first change that was
+        not looked up.
+
         times: float64 [clients], the time of each client's next change. This function sets it to
         the client's first change that is not returned.
         """
@@ -409,12 +410,13 @@ class Intervals(Availability):
 
     An interval includes its start and excludes its end. A row is the recording of a device, which
     several clients may use.
+
     bounds: float64, the start and end of each interval in seconds, row after row.
-    first: int [rows + 1], the index in `bounds` of the first start of each row, and the length of
-    `bounds`.
+    first: int [rows + 1], the index in `bounds` where each row begins, and the length of `bounds`.
     periods: float64 [rows], the length of each recording in seconds.
     row_of: int [clients], the row of each client.
-    wrap: True repeats a recording after its period; False makes the client unavailable then.
+    wrap: True repeats a recording after its period; False makes its clients unavailable from then
+    on.
     """
 
     def __init__(

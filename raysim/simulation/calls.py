@@ -34,12 +34,11 @@ class Call:
     worker: the number of the worker; it changes if another worker gets the call.
     args: the arguments of the method, without client states.
     states: the client states that the worker needs.
-    remote_values: the number of returned values that stay on the worker's node; `remote_refs`
-    refers to them.
-    ref: the reference to the answer.
+    remote_values: the number of returned values that stay on the worker's node.
+    ref, remote_refs: the references to the answer and to the values that stay on the node.
     bytes_read: the bytes of client states that were read from disk.
     value: the answer; None before it arrives.
-    deaths: how often a worker died while it executed this call.
+    deaths: how many workers died while they executed this call.
     """
 
     worker: int

@@ -7,14 +7,14 @@ A checkpoint is a folder such as `round-000050` with these files:
 - `manifest.json`: the name and the SHA-256 of every file that the checkpoint needs, and a SHA-256
   of this list
 
-Checkpoints share the folder `log` next to them, with client states (`states-00000017.safetensors`)
-and rows of a long history (`rows-00000009.json`).
+All checkpoints of a run share a folder `log` next to them. It has client states
+(`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`).
 
-A folder without a manifest, which is written last, is not a checkpoint. Files are never changed.
-Such folders are removed, and so are files in `log` that no manifest lists.
+Files are never changed. The manifest is written last, so a folder without a manifest is not a
+checkpoint, and is removed. Files in `log` that no manifest lists are removed, too.
 
-A local folder is locked while a run writes there. Behind a URL, a process stops if the file
-`writer` has the name of another process.
+Only one process may write. It locks a local folder. Behind a URL, the file `writer` has its name; a
+process that reads another name there stops.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ class ClientStates:
 
     A new state is on the worker that trained the job, and in the object store. It is committed when
     its job is aggregated. Scores and checkpoints use only committed states.
+
     stateful: False starts every job from the initial state.
-    budget: the most bytes of committed states in memory. Beyond it, states of clients that have
-    been idle longest are moved to `folder`.
+    budget: the most bytes of committed states in memory. If they need more, states of the clients
+    that have been idle longest are moved to `folder`.
     """
 
     def __init__(

@@ -2,24 +2,25 @@
 
 Source: Sattler, Mueller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed
 Multitask Optimization Under Privacy Constraints" (IEEE TNNLS 2021; arXiv:1910.01991), Algorithms 1
-to 3. Client i of a cluster has the update d_i and the weight w_i, its number of samples
-(1 with weighting=uniform):
+to 3. Client i of a cluster has the update d_i. Its weight w_i is its number of samples, or 1 with
+weighting=uniform. c_1 and c_2 are two parts of the cluster; eps_1, eps_2 and gamma_max are
+settings:
 
     (1)  |sum_i w_i d_i / sum_i w_i| < eps_1   and   max_i |d_i| > eps_2
     (2)  a_ij = <d_i, d_j> / (|d_i| |d_j|)
     (3)  a_cross(c_1, c_2) = max of a_ij for i in c_1 and j in c_2
     (4)  gamma_max < sqrt((1 - a_cross(c_1, c_2)) / 2)
 
-Of all divisions of the cluster into two parts, c_1 and c_2 are the one with the smallest a_cross.
-The cluster is divided if (1) and (4) are true. eps_1, eps_2 and gamma_max are settings.
+Of all divisions into two parts, the one with the smallest a_cross is used. The cluster is split
+into these parts if (1) and (4) are true.
 
 Departures from the paper
 - Not all clients have to take part in each round. The conditions use a client's last update since
-  its cluster began. A cluster is split only when every member has an update.
+  its cluster began. A cluster is split only when every member has such an update.
 - A cluster is split after the aggregation. Both new clusters start from the aggregated model.
-- There is no split before `start` aggregations, and none when `clusters` models exist. A cluster of
-  `min_size` clients or fewer is not split, as in the authors' code.
-- A split moves a client at once. If the client is training, the new cluster aggregates its update.
+- There is no split before `start` aggregations, and none when `clusters` models exist.
+- A cluster of `min_size` clients or fewer is not split, as in the authors' code.
+- A client may be training when its cluster is split. Its new cluster then aggregates its update.
 """
 
 from __future__ import annotations
@@ -81,10 +82,11 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 class SplitByUpdates(ClusterRule):
     """The rule of CFL: split a cluster into two if its clients' updates disagree.
 
-    mean_norm: eps_1. The norm of the mean update must be below it.
-    max_norm: eps_2. The norm of the longest update must be above it.
-    gamma: gamma_max. sqrt((1 - a) / 2) must be above it. a is the largest cosine similarity between
-    clients of the two new clusters.
+    A cluster is split only if the first three limits are met.
+    mean_norm: eps_1, the upper limit of the norm of the mean update.
+    max_norm: eps_2, the lower limit of the norm of the longest update.
+    gamma: gamma_max, the lower limit of sqrt((1 - a) / 2). a is the largest cosine similarity
+    between clients of the two new clusters.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """

@@ -20,11 +20,11 @@ Bandwidth in Mbit/s, down and up. Measured by Ookla's Speedtest users around the
 - medium phones: 35.96 and 11.22, the mean of mobile networks in September 2020;
 - fast phones: 166.13 and 21.08, the median over 5G in the third quarter of 2021;
 - tablets and edge boxes: 85.73 and 45.74, the mean of fixed networks in September 2020.
-Assumed: the network of each class.
+Assumed: the network that each class uses.
 
 Shares of the classes:
 - Edge boxes. Assumed: 2 % of all devices.
-- Phones and tablets. Measured: 52.3 to 4.3 in web traffic (StatCounter, December 2017).
+- Phones and tablets. Measured: a ratio of 52.3 to 4.3 in web traffic (StatCounter, December 2017).
 - Fast phones. Measured: 24 % of the phones sold in 2023 were of the most expensive class
   (Counterpoint).
 - Slow and medium phones. Measured: 18,820 slow and 16,428 medium phones (Yang et al.).
@@ -33,10 +33,10 @@ Assumed: the spread of the values within a class (sigma, bandwidth_sigma).
 
 Power, in watts:
 - Computing. Published: slow, medium and fast phones need 2.98, 5.44 and 6.33 in the benchmark
-  GFXBench Manhattan 3.1, which Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning on
-  Battery-Powered Clients" (FedEdge 2022) use for training (github.com/SAYED-Sys-Lab/EAFL:
-  `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a budget of 10. Assumed: tablets
-  need as much as medium phones.
+  GFXBench Manhattan 3.1. Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning on
+  Battery-Powered Clients" (FedEdge 2022) use these values for training
+  (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a
+  budget of 10. Assumed: tablets need as much as medium phones.
 - Receiving and sending. Measured: an LTE phone needs 1.288, plus 0.05197 for each Mbit/s received
   or 0.43839 for each Mbit/s sent (Table 4 of Huang et al., "A Close Examination of Performance and
   Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: slow and medium phones at the
@@ -49,7 +49,7 @@ Money, in US dollars. Published: a gigabyte costs 5.09 in mobile networks, the m
 
 CO2. Published: a kilowatt-hour causes 436 g, the mean of the world in 2022 (Ember, "Global
 Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile and 0.05 kWh in fixed networks
-(Finland in 2021; Traficom, 2022). Derived: 52.3 g and 21.8 g.
+(Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g and 21.8 g.
 """
 
 from __future__ import annotations

@@ -45,11 +45,13 @@ class TrainCall(Call):
 
     groups: the groups of jobs for which the worker returns one sum of all updates.
     floats: the number of floats that the call returns, without client states.
-    updates: the received updates and failures that no aggregation has used, by the number of the
-    job.
-    sums: the received sums that no aggregation has used, by group.
-    remote_sums: references to unused sums that are still on the worker's node, by group.
     is_collected: True if an aggregation has used at least one update.
+
+    Results that no aggregation has used:
+
+    updates: the received updates and failures, by the number of the job.
+    sums: the received sums, by group.
+    remote_sums: references to the sums that are still on the worker's node, by group.
     """
 
     jobs: Sequence[Job] = ()

@@ -1,10 +1,11 @@
 """Score models on the workers, and make columns of the history from the scores.
 
-A client can be scored in up to four views:
-- `shared`: the shared model on the client's samples;
-- `own`: the client's own model on the client's samples. It has the client's personal parameters, if
-  any, and a method may change it (hook `personalise`);
-- `finetuned`: the own model after fine-tuning it on the client's data;
+A client's own model has the client's personal parameters, if there are any. A method may change the
+own model (hook `personalise`). A client can be scored in up to four views:
+
+- `shared`: the shared model on the client's samples.
+- `own`: the client's own model on the client's samples.
+- `finetuned`: the own model after fine-tuning it on the client's data.
 - `common`: the own model on the central test set.
 """
 
@@ -54,11 +55,11 @@ class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
     clients, unseen: the scored clients that take part in the training, and those that never do.
-    reports: the calls of each view (see this module's docstring). There are two more views: "mean"
-    scores the mean of all replicas, and "sets" is a method's own scoring.
+    reports: the calls of each view. The module's docstring describes four views. "mean" scores the
+    mean of all replicas, and "sets" is a method's own scoring.
     members: the clients whose local models the loss decomposition compares.
-    models: the calls that score these local models, a list for each. The last list scores the next
-    shared model.
+    models: a list of calls for each of these local models, and a last list for the next shared
+    model.
     replicas: for each scored replica, the calls that score it on the central test set.
     client_scores: by column, pairs of an array of clients and an array of their scores.
     """

@@ -20,12 +20,12 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the number, from 1, of the aggregation for which the update was planned. For a lost or
-    discarded job, it is the first aggregation after the loss or the decision to discard. For a job
-    in flight, it is the last round plus 1.
+    round: the number of an aggregation, from 1. An aggregated or failed job was planned for this
+    aggregation. For a lost or discarded job, it is the first aggregation after the loss or the
+    decision to discard. For a job in flight, it is the last round plus 1.
     staleness: 0 unless the job is aggregated or failed.
-    energy_wh, money, co2_g: the cost of the job; 0 if the fleet has no such cost. For a job in
-    flight, it is the cost until the planned end.
+    energy_wh, money, co2_g: the cost of the job; 0 if the fleet has no such cost. A job in flight
+    has the cost until its planned end.
     """
 
     client: int

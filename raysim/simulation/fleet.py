@@ -115,16 +115,17 @@ class Speeds:
 class Fleet:
     """A fleet: a rule that draws the simulated devices of all clients.
 
-    A subclass overrides `speeds`. It overrides `devices` instead if jobs take time, or are lost, by
-    rules of its own.
+    A subclass overrides `speeds`. If it has rules of its own for the duration or loss of jobs, it
+    overrides `devices` instead.
+
     availability: when clients are available: "always", "diurnal" or "markov". The job of a client
     that becomes unavailable is lost.
     hours: for "diurnal": the hours of each day in which a client is available. Clients live in time
     zones around the world.
-    on, off: for "markov": the mean seconds for which a client is available, and then unavailable.
+    on, off: for "markov": the mean seconds for which a client is available, and unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
-    patience: a run ends with an error if no client is available in its first `patience` virtual
-    seconds. With "markov", it also ends with an error if the average wait for a client is longer.
+    patience: a number of virtual seconds. A run ends with an error if no client is available in its
+    first `patience` seconds. With "markov", a longer average wait for a client is also an error.
     cost: the power of a device in watts, and the price and the CO2 of a gigabyte. If all these
     values are 0, no costs are computed.
     kwh_price: the price of a kilowatt-hour, in any currency.

@@ -22,13 +22,15 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """The forecast of a run, from its first planned aggregations.
 
-    The first half of these aggregations is a warm-up. It does not count for the first five values.
+    The first half of these aggregations is a warm-up. Only the two values of `workers_busy` and
+    `workers_busy_ahead` include it.
+
     in_flight: the mean number of jobs in flight.
     seconds: the mean virtual seconds from one aggregation to the next.
     staleness: the mean staleness of aggregated updates.
     lost, discarded: fractions of the ended jobs.
-    workers_busy: the fraction of wall time in which workers work; `workers_busy_ahead` is this
-    fraction if all aggregations were planned before the training.
+    workers_busy: the fraction of wall time in which workers work.
+    workers_busy_ahead: this fraction, if all aggregations were planned before the training.
     """
 
     in_flight: float

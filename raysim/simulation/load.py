@@ -196,12 +196,14 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 class StepMessages:
     """The compressed changes between versions, which clients receive in place of the parameters.
 
-    A client receives the changes since the base version of its last job. It receives the whole
-    parameters if they are smaller, or if it has had no job.
-    words: the size of the change from one version to the next, in 32-bit words.
+    In its first job, a client receives the whole parameters. Later, it receives the changes since
+    the base version of its last job, unless the whole parameters are smaller.
 
-    The attribute `received`, int32 [clients], has the base version of each client's last job. The
-    entry of a client that has had no job is -1.
+    words, parameters: the sizes of a change from one version to the next, and of the whole
+    parameters, in 32-bit words.
+
+    The attribute `received`, int32 [clients], has the base version of each client's last job. It is
+    -1 for a client that has had no job.
     """
 
     def __init__(self, words: int, parameters: int, clients: int):

@@ -1,19 +1,20 @@
 """Oort's selection of clients: statistical utility times system utility, with exploration.
 
-Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
+Source: Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
 Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a loss is
 
     (U + sqrt(0.1 log R / L)) * min(1, T / D)^penalty
 
-U is the client's number of samples times its mean loss, clipped at a quantile and scaled to [0, 1].
-R is the current round, and L the round that chose the client last. D is the duration of the
-client's last job that was not lost. T is the preferred duration, a percentile of the known
-durations.
+    U   the client's samples times its mean loss, clipped at a quantile and scaled to [0, 1]
+    R   the current round
+    L   the round that chose the client last
+    D   the duration of the client's last job that was not lost
+    T   the preferred duration, a percentile of the known durations
 
-Exploration draws clients without a loss, in proportion to their samples times min(1, T /
-D)^penalty, where D is the expected duration.
+Exploration draws clients without a loss. A client's probability is in proportion to its samples
+times min(1, T / D)^penalty, with the expected duration as D.
 
-Differences from the paper:
+Departures from the paper
 - U uses the mean loss of a client's samples, which every job reports. The paper uses the root mean
   square.
 - U is scaled to [0, 1], and T is a percentile of the known durations, as in the released code.
@@ -39,22 +40,22 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """The selection rule Oort: prefer clients with large losses, many samples and short jobs.
 
-    The loss of a client is known after one of its updates was aggregated. Such clients are drawn in
-    proportion to the utility in `raysim.simulation.oort`.
+    The loss of a client is known after one of its updates was aggregated. Clients with a known loss
+    are drawn in proportion to the utility in `raysim.simulation.oort`.
 
-    exploration: the fraction of the clients in a round that are drawn from clients without a known
-    loss. It is multiplied by `exploration_decay` before every round, but stays at least
-    `exploration_min`.
-    cutoff: if a round draws k clients with a known loss, a client can be drawn only if its utility
-    is at least `cutoff` times the k-th largest utility.
-    clip: each client has the product samples times loss. This quantile of the products is computed,
-    and larger products are reduced to it.
+    exploration, exploration_decay, exploration_min: the fraction of a round's clients that are
+    drawn without a known loss. It starts at `exploration`. Every round multiplies it by
+    `exploration_decay`, down to `exploration_min`.
+    cutoff: if a round draws k clients with a known loss, each needs at least `cutoff` times the
+    k-th largest utility.
+    clip: a quantile of the products of samples and loss over clients. Larger products are reduced
+    to this quantile.
     preferred: the preferred duration T is this percentile of the known durations. With 100,
     durations have no effect.
-    pacer_step, pacer_delta: each round has a value, the mean of samples times loss over the chosen
-    clients with a known loss. If the sum of the values over `pacer_step` rounds is less than over
-    the `pacer_step` rounds before, `preferred` grows by `pacer_delta`.
-    penalty: if a job's duration D is longer than T, the client's utility is multiplied by
+    pacer_step, pacer_delta: `preferred` grows by `pacer_delta` when losses fall. Each round has a
+    value: the mean of samples times loss over its chosen clients with a known loss. Losses fall if
+    the sum of the last `pacer_step` values is less than the sum of the `pacer_step` values before.
+    penalty: if a client's job has a duration D longer than T, the client's utility is multiplied by
     (T / D)^penalty.
     """
 
@@ -85,9 +86,9 @@ class Oort(Selection):
         - "round": the number of rounds (choices of clients) so far.
         - "exploration", "preferred": the present values of these options.
         - "chosen_in" [clients]: the latest round that chose the client, from 1; 0 for none.
-        - "exploited": those clients of the latest round whose loss was known when it chose them.
-        - "utilities": an entry for each earlier round, at most 2 * `pacer_step` - 1 of them. It is
-          the mean of samples times loss over the clients that were "exploited" in that round.
+        - "exploited": the clients of the latest round that had a known loss when they were chosen.
+        - "utilities": for each earlier round, the mean of samples times loss over its "exploited"
+          clients. There are at most 2 * `pacer_step` - 1 entries.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
         """
         return {

@@ -95,13 +95,13 @@ class PlannedAggregation:
     version: the number of the run's earlier aggregations.
     site: if each replica has its own schedule, the replica that aggregates; otherwise 0.
     site_version: the number of earlier aggregations of this site.
-    site_down, site_up: the floats that the clients of this site have received and sent.
+    site_down, site_up: the floats that the clients of this site have received and sent so far.
     meets: True if the replicas exchange in this aggregation.
     now: the virtual time in seconds; if the replicas exchange, the end of the exchange.
     dispatched, lost, discarded: the jobs with these events since the previous aggregation.
     aggregated: the aggregated jobs, in the order in which their updates are summed.
-    down, up: the floats that all clients have received and sent in the run.
-    between: the floats that replicas have sent to each other in the run.
+    down, up: the floats that all clients have received and sent so far.
+    between: the floats that replicas have sent to each other so far.
     costs: energy, money and CO2 of the run so far, by column of the history.
     """
 
@@ -185,14 +185,15 @@ class Planner:
 
     counts: int64 [clients], the number of training samples of each client. A client without samples
     is never dispatched.
-    load: returns the `Load` of a client's next job. Its arguments are the client, the base version,
-    the number of the client's earlier jobs, and the number of the client's aggregated jobs.
+    load: returns the `Load` of a client's next job. It has four arguments: the client, the base
+    version, and the numbers of the client's earlier jobs and aggregated jobs.
     patience: the run fails if no client is available in its first `patience` virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
-    messages: the compressed changes that clients receive in place of the parameters.
-    loads_vary: True if the sizes of messages change. Then a job is planned after its base version
-    was made.
+    messages: the compressed changes that clients receive in place of the parameters; None if they
+    receive the parameters.
+    loads_vary: True if the sizes of messages change. A job is then planned only when its base
+    version exists.
     """
 
     def __init__(
@@ -793,9 +794,10 @@ class Planner:
     def _next_arrival(self) -> float:
         """Return the virtual time at which a client of a short pool next becomes available.
 
-        In a short pool, fewer clients are idle and available than the schedule has just requested.
-        The result is infinity if clients are always available. If no client becomes available any
-        more, the result is infinity as long as a job is in flight.
+        A short pool has fewer idle, available clients than the schedule has just requested. The
+        result is infinity if clients are always available. It is also infinity if no client becomes
+        available any more, but a job is in flight.
+
         Raises NoClientsLeftError if no client becomes available any more and no job is in flight.
         Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """

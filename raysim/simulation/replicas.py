@@ -32,15 +32,15 @@ class Replicas:
     Attributes:
     - version: the number of the run's aggregations so far, over all replicas.
     - report: columns for the history's row of the last aggregation.
-    - numbers: an integer for each replica. When the replica's model changes, it gets a new integer.
-      Replicas with equal models may have the same integer.
+    - numbers: an integer for each replica, which changes with the replica's model. Replicas with
+      equal models may have the same integer.
     - clients_of: int64 [clients], the replica that serves each client. If clients choose their
       replica, it is the one that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
     set_clients: called with `clients_of` and a server, to tell the server its clients. None if
     clients never move.
-    budget: the number of bytes of memory that replicas may use. If they use more, idle replicas are
+    budget: the most bytes that replicas may use in memory. If they need more, idle replicas are
     moved to a file in `folder`.
     """
 

@@ -21,19 +21,19 @@ from raysim.primitives.checks import above, at_least, one_of
 class View(NamedTuple):
     """The facts from which a schedule decides its next action; it must not change them.
 
-    A pool is a group of clients with similar speed (`schedule=tiered`). If each replica has a
-    schedule of its own, the facts are about one replica and its clients.
+    If each replica has a schedule of its own, the facts are about one replica and its clients. A
+    pool is a group of clients with similar speed (`schedule=tiered`).
 
     now: the virtual time in seconds. Events at this time have already happened.
     version: the number of aggregations so far.
     running: the jobs in flight by number, in the order of their dispatch. Jobs that the schedule
     has decided to discard are left out.
-    arrived: the jobs whose updates have arrived, in this order. Updates that arrive together are in
-    the order of their clients' numbers.
+    arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
+    together are in the order of their clients' numbers.
     idle: the number of clients that have samples and no job, available or not.
     sent: the number of jobs that were dispatched since the last aggregation.
-    since: the virtual time of the first of these dispatches, or of the last aggregation if there is
-    none.
+    since: the virtual time of the first of these dispatches. Without any, it is the time of the
+    last aggregation.
     in_pool: for each pool, the number of its jobs in `running`.
     short: the pools in which a `Dispatch` at this virtual time has found too few available clients.
     """

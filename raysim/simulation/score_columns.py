@@ -50,8 +50,8 @@ class ScoreColumns:
     values_index: the index of this metric's values in `ScoringReport.scores`.
     personal: True if each client is scored with a model of its own.
     test_counts, validation_counts: int64 [clients], the number of samples of each client.
-    best: the best rounds on validation samples so far. None without these samples, or if `metric`
-    is not the main metric (the first of `evaluate.metrics`).
+    best: the best rounds so far, by validation scores. None without validation samples, and for all
+    metrics but the main metric (the first of `evaluate.metrics`).
     """
 
     def __init__(
@@ -128,12 +128,13 @@ class ScoreColumns:
         """Return columns with the scores of replicas on the central test set.
 
         The columns are:
-        - the score of the mean of all replicas, and its score in its worst domain, if the set has
-          several domains,
+        - the score of the mean of all replicas,
+        - if the set has several domains, the score of this mean in its worst domain,
         - the average and the worst of the replicas' scores,
-        - for the main metric, with validation samples: the number of the best round, and the score
-          of that mean in it. In the best round, the clients' models had the best mean validation
-          score.
+        - the number of the best round, and the score of the mean of all replicas in this round.
+
+        The last two columns exist for the main metric, if clients have validation samples. In the
+        best round, the clients' models had the best mean validation score.
 
         mean: the metric's value for each test sample, from the mean of all replicas.
         replicas: the same from each replica.
@@ -212,11 +213,12 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with test scores from best rounds, and columns with validation scores.
 
-        Each client has a best round, in which its validation score was best. The columns with test
-        scores are those of `_client_columns`, computed from each client's best round. One column
-        has the clients' mean validation score in this round, and another one their mean in the best
-        rounds. If the metric is not the main metric, there is only the validation score of this
-        round.
+        A client's best round is the one with its best validation score so far. The columns are:
+        - the columns of `_client_columns`, with each client's test score from its best round,
+        - the clients' mean validation score in this round,
+        - the clients' mean validation score in their best rounds.
+
+        If the metric is not the main metric, there is only the validation score of this round.
 
         tested, validated: the metric's value for each test or validation sample, one client after
         another.

@@ -67,12 +67,14 @@ class PowerOfChoice(Selection):
     replacement, with a probability in proportion to their samples.
 
     candidates: the number of candidates, d in the paper.
-    loss: "measured": the candidates compute the loss of the current model, which costs a forward
-    pass, traffic and time (pi_pow-d in the paper; pi_cpow-d with `samples`). "last": the mean
-    training loss of the last aggregated job (pi_rpow-d). Clients without such a job are chosen
-    first.
-    samples: for "measured": a candidate computes its loss on at most this number of its samples;
-    None uses all.
+    loss: the loss that decides:
+
+    - "measured": the loss of the current model, which the candidates compute. This costs a forward
+      pass, traffic and time. It is pi_pow-d in the paper, or pi_cpow-d with `samples`.
+    - "last": the mean training loss of the client's last aggregated job, pi_rpow-d in the paper.
+      Clients without such a job are chosen first.
+
+    samples: for "measured": the most samples on which a candidate computes its loss; None uses all.
     """
 
     candidates: int = 20
@@ -126,14 +128,14 @@ class FedCS(Selection):
     """Choose as many clients as are expected to finish before a deadline.
 
     Source: Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources
-    in Mobile Edge" (ICC 2019), Algorithm 3. Add the client that prolongs the round least, until the
-    next one would miss the deadline. At least one client is chosen. The expected durations assume
-    no drop-outs.
+    in Mobile Edge" (ICC 2019), Algorithm 3. Clients are added one by one: each time, the client
+    that prolongs the round least. The choice ends before the first client that would miss the
+    deadline. At least one client is chosen. The expected durations assume no drop-outs.
 
     deadline: in virtual seconds.
     candidates: the number of idle clients that are drawn to choose from; None uses all.
-    uplink: "shared": one link for all clients, which send one after another, as in the paper.
-    "own": a link for each client, as on raysim's virtual clock.
+    uplink: "shared" is one link for all clients, which send one after another, as in the paper.
+    "own" is a link for each client, as on raysim's virtual clock.
     """
 
     deadline: float = 60.0

@@ -119,10 +119,12 @@ class Selector:
     counts: int64 [clients], the number of training samples of each client.
     pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
-    load: returns what a client's next job costs: the samples to process, the floats to receive and
-    the floats to send. Its arguments are those of the planner's `load`.
-    participations, accepted: int32 [clients], the numbers of each client's jobs so far, and of its
-    jobs in the aggregations so far. The planner updates these arrays.
+    load: returns the load of a client's next job: the samples to process, and the floats to receive
+    and to send. Its arguments are those of the planner's `load`.
+    participations: int32 [clients], the number of each client's jobs so far.
+    accepted: int32 [clients], the number of each client's jobs in the aggregations so far.
+
+    The planner updates the last two arrays.
     """
 
     def __init__(

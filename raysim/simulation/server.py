@@ -49,15 +49,14 @@ class AggregationError(RunStoppedError):
 class Server:
     """The server of one model, which makes the next version from the updates.
 
-    Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). x is the shared vector,
-    w_i the weight of update i, and delta_i its change of the parameters. Hooks of methods can
-    change the weights, the mean and the step.
+    Update i has the weight w_i and the change delta_i of the parameters. Without methods, the next
+    version of the shared vector x is x + sum(w_i * delta_i) / sum(w_i). Hooks of methods can change
+    the weights, the mean and the step.
 
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], the number of training samples of each client. It is 0 for clients that
-    never train this model. But if each client has its own replica, the counts of the other clients
-    are not set to 0.
+    never train this model, unless each client has its own replica.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all by
     1.
     size: the largest number of updates in one aggregation.
