@@ -24,9 +24,10 @@ from textbook.world import Book, Job, Params, World
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """Compute a run of FedCM, whose client steps mix the gradient with the server's direction.
 
-    The gradient, which includes weight decay, has the weight alpha. The direction has the weight
-    1 - alpha. It is the weighted mean of (x - y_i) / (eta K_i) over the clients of the last round.
-    x and y_i are the received and trained parameters, and K_i is the number of steps.
+    The direction is the weighted mean of the last round's client gradients. The server computes
+    them from the updates, as (x - y_i) / (eta K_i) for client i. x and y_i are the received and the
+    trained parameters, and K_i is the number of steps.
+    alpha: the weight of the gradient, which includes weight decay. The direction has 1 - alpha.
     warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.
     """
     names = trainable(world.start)

@@ -1,11 +1,11 @@
 """FedDecorr: Shi et al. 2023: a penalty on correlations of features, with three formulas.
 
-Each of the d features is normalised over the n samples of a batch. S is a [d, d] matrix: S_ij is
-the sum over the samples of feature i times feature j.
-- "paper": the sum of the squares of S / n, divided by d^2.
-- "authors" (the authors' code): the sum of the squares outside the diagonal of S, divided by n d (d
-  - 1).
-- "fedbr" (FedBR's code): like "paper", with 1e-4 added to each standard deviation.
+Each of the d features is normalised over the n samples of a batch. S_ij is the sum over the samples
+of feature i times feature j.
+
+    "paper"      sum of all S_ij^2, divided by (n d)^2
+    "authors"    (their code) sum of all S_ij^2 with i != j, divided by n d (d - 1)
+    "fedbr"      (FedBR's code) like "paper", with 1e-4 added to each standard deviation
 
 The variance has the divisor n in "paper", and else n - 1.
 """

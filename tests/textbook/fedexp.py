@@ -31,11 +31,11 @@ def fedexp(
 
         eta = max(minimum, sum_i p_i |D_i|^2 / (2 (|D|^2 + epsilon decay^t)))
 
-    p_i is client i's normalised weight, and t the version.
+    p_i is the normalised weight of client i, D_i its update, and t the version.
     count: True multiplies epsilon by the number of clients in the round, as in the authors' code.
     minimum: the smallest eta; it is 1 in the paper.
     weigh(world, version, jobs): the weights of the jobs before normalisation.
-    direction(cohort): the vector that eta multiplies in place of D.
+    direction(cohort): the vector that eta multiplies; by default D.
     """
     names = trainable(world.start)
     etas: list[float] = []

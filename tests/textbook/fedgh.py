@@ -26,12 +26,11 @@ def fedgh(
 ) -> Book:
     """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    For each pair of updates, an update a that conflicts with the other update b loses its
-    projection on the original b.
+    In each pair of updates a and b, a loses its projection on the original b if a conflicts with b.
+    The same holds for b and the original a.
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
-    conflict_test: with "original", a and b conflict with each other if the dot product of the
-    original a and the original b is negative. With "current", a conflicts with b if the dot product
-    of the current a and the original b is negative.
+    conflict_test: a conflicts with b if the dot product of a and the original b is negative.
+    "original" uses the original a, and "current" uses a after its projections so far.
     tensor: True treats each tensor of the parameters separately.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
@@ -71,18 +70,19 @@ def fedgh(
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
     """Compute a run in which the server adds up updates in pairs, until at most two are left.
 
-    In the first round, the step is the mean update, which also becomes the reference r. In later
-    rounds, each tensor is treated separately. Vectors a and b conflict if <a, b> < 0.
+    In the first round, the step is the mean update. In later rounds, each tensor is treated
+    separately:
 
-    1. The vectors are sorted by their dot product with r. The first and the last vector form a
-    pair, then the second and the last but one, and so on.
-    2. Each pair a, b is replaced by a + b. If a and b conflict, a first loses its projection on b,
-    and b loses its projection on the original a.
-    3. 1 and 2 are repeated until at most two vectors are left. If these conflict, a becomes
-    a' = a - <a, b> / |b|^2 b, and b becomes b - <a, b> / |a'|^2 a'. The step is the sum of both,
-    divided by the number of updates.
+    1. The vectors are sorted by their dot product with a reference r. The first and the last vector
+       form a pair, then the second and the last but one, and so on.
+    2. Each pair is replaced by its sum. If the dot product of a pair is negative (a conflict), each
+       vector first loses its projection on the other one.
+    3. Steps 1 and 2 are repeated until at most two vectors are left. If these vectors a and b
+       conflict, a becomes a' = a - <a, b> / |b|^2 b, and b becomes b - <a, b> / |a'|^2 a'.
+    4. The step is the sum of the vectors that are left, divided by the number of updates.
 
-    After each later round, r becomes 0.99 r + 0.01 times the step.
+    r is the mean update of the first round. Each later round changes it to 0.99 r + 0.01 times the
+    step.
     eps: is added to the squared norms by which projections are divided.
     """
     r: Tensor | None = None

@@ -40,12 +40,12 @@ def fedlc(
 ) -> Book:
     """Compute a run of FedLC: FedAvg with the calibrated cross-entropy as the local loss.
 
-    tau: the scale of the margins tau n_c^(-1/4). n_c is the client's number of training samples of
-    class c.
+    n_c is the client's number of training samples of class c.
+    tau: the scale of the margins tau n_c^(-1/4).
     others: True leaves the true class out of the sum over classes, as in the paper.
-    floor: the smallest n_c that is used. With 0, classes without samples are left out.
-    mixed: the parameter alpha of Mixup; None: no Mixup. The loss of a mixed sample is the weighted
-    mean over both labels.
+    floor: smaller n_c are raised to this number. With 0, classes without samples are left out.
+    mixed: the parameter alpha of Mixup; None: no Mixup. A mixed sample has two labels. Its loss is
+    the weighted mean of the losses for both labels.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

@@ -25,15 +25,14 @@ def principal(
 ) -> Book:
     """Compute a run of FedAvg with updates that are rebuilt from their principal directions.
 
-    A rebuilt update is the norm of the update, times a weighted sum of these directions. In the
-    sum, a direction is negated if its dot product with the update is negative.
-    fraction: the number of directions, divided by the number of updates; at least one direction is
-    used.
+    A rebuilt update is a weighted sum of these directions, times the norm of the update. Each
+    direction has the sign of its dot product with the update.
+    fraction: the number of directions, divided by the number of updates; there is at least one.
     scale: the weight of a direction. "l2": its eigenvalue divided by the norm of all used
     eigenvalues. "sum": its eigenvalue divided by the sum of all eigenvalues. "none": 1.
     tensor: True treats each tensor of the parameters separately.
-    tol: an eigenvalue counts as 0 if it is at most tol times the largest one. A dot product counts
-    as 0 if it is at most tol times the update's norm.
+    tol: eigenvalues of at most tol times the largest one count as 0. Dot products of at most tol
+    times the update's norm count as 0.
     """
     parts = slices(world) if tensor else [slice(None)]
 

@@ -82,17 +82,14 @@ def fedmix(
 ) -> Book:
     """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
-    Each row (x, y) of a batch is combined with a pair: the mean input x_bar and mean label y_bar of
-    some samples of a client. The loss has three terms:
-    - l1 = (1 - lam) CE((1 - lam) x, y)
-    - l2 = lam CE((1 - lam) x, y_bar)
-    - l3 = lam times the dot product of x_bar and l1's gradient with respect to the model's input
-
+    A pair is the mean input and the mean label of some samples of one client. The loss approximates
+    Mixup of each row of a batch with a pair (Proposition 1).
+    lam: the weight of the pair.
     count: the number of pairs that each client sends.
     samples: the number of samples in a pair.
     single: True uses the same pair for all rows of a batch.
-    naive: True computes NaiveMix: the input is (1 - lam) x + lam x_bar, without l3.
-    public: True divides l3 by the batch size, as public implementations do.
+    naive: True computes NaiveMix: the inputs are mixed, and nothing is approximated.
+    public: True divides the gradient's term by the batch size, as public implementations do.
     fresh: True makes new pairs from raw data in each step, as FedBR's code does.
     """
     pool = None if fresh else pooled(world, count, samples)

@@ -1,16 +1,12 @@
 """FedPAC of Xu et al. 2023, with an exact solution of its quadratic program.
 
 Client i of a round gets a mixture of all heads of the round. The weights w_j are at least 0, have
-the sum 1, and minimise the sum of w_j w_k P_jk. The textbook solves this for every subset of the
-clients, and takes the best one.
+the sum 1, and minimise the sum of all w_j w_k P_jk. P_jk is <h_i - h_j, h_i - h_k>, plus V_j if j =
+k (`statistics` computes h_j and V_j). The textbook solves this for every subset of the clients, and
+takes the best solution.
 
-- z, the D features of a sample; n_j, the number of samples of client j.
-- h_j, [C, D]: the mean z of each class, times the fraction of the class.
-- V_j = (mean |z|^2 - |h_j|^2) / n_j.
-- P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
-
-A job trains first the head, with the extractor in eval mode, and then the extractor. Each of these
-stages has a new optimizer.
+A job first trains the head, with the extractor in eval mode, and then the extractor. Each of the
+two stages has a new optimizer.
 """
 
 from __future__ import annotations
@@ -96,12 +92,12 @@ def fedpac(
 ) -> Book:
     """Compute a run of FedPAC, whose clients share the extractor and get mixtures of heads.
 
-    The server also averages class means of features (prototypes).
+    The server also averages the mean features of each class (prototypes).
     lam: the weight of the loss that pulls features to their prototypes.
-    head_epochs: the number h of passes over the samples that train the head. They make at most
-    h / (h + 1) of the job's steps.
+    head_epochs: the number h of passes over the samples that train the head, in at most h / (h + 1)
+    of the job's steps.
     factor: the learning rate of the head, divided by that of the run.
-    least: an argument of `mixture`.
+    least: weights of heads up to this value become 0 (`mixture`).
     """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}

@@ -1,14 +1,17 @@
 """FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6).
 
-Symbols: v, real embeddings of a batch; G, the generator; RTNet, the network whose output is added
-to an embedding; D, the distance between two sets of embeddings; rho, the factor of RTNet's output;
-beta, the weight of synthetic embeddings in the loss.
+Symbols:
+- v: the real embeddings of a batch
+- G: the generator
+- RTNet: the network whose output, times rho, is added to an embedding
+- D: the distance between two sets of embeddings
+- beta: the weight of synthetic embeddings in the loss
 
-Paper and code leave some questions open. This textbook makes these choices:
+Choices where paper and code leave questions open:
 - The weights of the three losses in eq. (1) are 1 - beta, beta/2 and beta/2.
 - D is computed once for a batch.
 - rho and beta depend on the round of the run.
-- In RTNet's step, its first batch is class prototypes, and its second is real embeddings.
+- RTNet's step has two batches: first class prototypes, then real embeddings.
 - Without RTNet, a synthetic embedding is (1 - rho) v plus rho times G's output.
 - Without the generator, RTNet gets noise in place of G's output.
 - A batch of one sample is left out.

@@ -21,11 +21,11 @@ def groupdro(
 ) -> Book:
     """Run FedAvg with the weights q_i, which grow faster for clients with larger losses.
 
-    After a job with the loss l_i, q_i is multiplied by exp(step_size l_i). If the run weighs by
-    samples, n_i also multiplies q_i in the average.
-    batches: "first": l_i is the loss of the first batch, as in FedBR's code. Otherwise it is the
-    mean over all batches.
-    prior: "samples": q_i starts in proportion to n_i. Otherwise all q_i start equal.
+    After a job of client i with the loss l_i, q_i is multiplied by exp(step_size l_i). The weight
+    of client i in the average is q_i, or n_i q_i if the run weighs by samples.
+    batches: "first": l_i is the loss of the first batch, as in FedBR's code. Any other text: l_i is
+    the mean over all batches.
+    prior: "samples": q_i starts in proportion to n_i. Any other text: all q_i start equal.
     mu: the weight of FedProx's term in the local loss; l_i does not contain it.
     """
     sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)

@@ -49,12 +49,12 @@ def inco(
     clip: float = 0.1,
     eps: float = 1e-7,
 ) -> Book:
-    """Compute a run of InCo, which mixes updates of an early layer into those of later layers.
+    """Compute a run of InCo, which mixes the update of an early layer into later layers' updates.
 
-    Later layers are the convolutions of the second residual block. The early layer is the first
-    block's second convolution. A later layer's update becomes a mixture of two updates: its own,
-    and that of the early layer. Both are divided by their norms before they are mixed. The mixture
-    is multiplied by the mean of the two norms.
+    The early layer is the second convolution of the first residual block. The later layers are both
+    convolutions of the second block. Before the update of a later layer is mixed with that of the
+    early layer, both are divided by their norms. The mixture is multiplied by the mean of the
+    norms.
     kernels: True mixes each kernel, a slice [o, i], and not the whole convolution.
     always: True mixes always, as in the authors' code. False mixes only if the dot product of the
     two updates is negative, as in the paper.

@@ -121,10 +121,10 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FlexLoRA, whose server averages the products of LoRA factors.
 
-    Clients train the server's factors, cut to their ranks. The server adds the weighted mean of
-    (B_i A_i - P_i) to the product of its factors. B_i and A_i are the factors that client i has
-    trained. P_i is the product of the server's uncut factors in the client's base version. The
-    server's new factors approximate the result (`nearest`).
+    Client i receives the server's factors, cut to the client's rank, and trains them to B_i and
+    A_i. P_i is the product of the uncut factors in the client's base version. The server adds the
+    weighted mean of all B_i A_i - P_i to the product of its factors. The server's new factors
+    approximate the result (`nearest`).
     scaling: the factor on B A in the layer.
     ranks: the ranks that clients may have.
     """
@@ -156,13 +156,12 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Compute a run of HetLoRA: clients train LoRA factors of several ranks (Cho et al. 2024).
 
-    The server fills smaller factors with zeros, and computes weighted means of the factors. The
-    weight of client i is |B_i A_i|, times its number of samples if the run weighs by samples.
+    The server fills smaller factors with zeros, and averages all factors. The weight of client i is
+    |B_i A_i|, times its number of samples if the run weighs by samples.
 
-    Let q be gamma times a client's rank, rounded down. B' are all columns of its B except for the
-    first q, and A' are all rows of its A except for the first q. The loss contains the term
-    lam |B'| |A'|. If a job makes |B'| |A'| smaller, the client drops B' and A' after the job. A
-    rank is at least 1.
+    q is gamma times a client's rank, rounded down. B' is the client's B without its first q
+    columns, and A' is its A without its first q rows. The loss contains lam |B'| |A'|. If a job
+    makes |B'| |A'| smaller, the client drops B' and A' after the job; a rank is at least 1.
     scaling: the factor on B A in the layer.
     ranks: the ranks with which clients may start.
     """

@@ -1,14 +1,14 @@
 """Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), in rounds of FedAvg or FedBN.
 
+All sums are over the clients of a round. p_i is client i's share of the samples of these clients.
 A_ij is the loss of client i's trained model on client j's training samples. b_j is the loss of the
-next shared model on client j's training samples. The sums are over the clients of a round. p_i is
-client i's number of samples, divided by that of all clients of the round:
+next shared model on the same samples.
 
     sum_j p_j b_j = local_loss + distribution_shift + aggregation
     local_loss = sum_i p_i A_ii        distribution_shift = sum_ij p_i p_j (A_ij - A_ii)
     aggregation = sum_ij p_i p_j (b_j - A_ij)
 
-Client j's samples are scored with the personal tensors of client j.
+A_ij and b_j are computed with the personal tensors of client j.
 """
 
 from __future__ import annotations

@@ -111,13 +111,15 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Start each layer of a job from the received model or the client's last trained model.
+    """Compute a run of PartialFed, in which each layer of a job starts from one of two models.
 
+    One is the received model, and one is the model that the client trained in its last job. In a
+    first job, all layers start from the received model.
     mask: True for layers that start from the received model.
-    most: the largest number of versions since the client's last job for which its last model is
-    used. After more versions, and in a first job, all layers start from the received model.
+    most: after more than this number of versions since the client's last job, all layers start from
+    the received model.
     mu: the weight of FedProx's term, whose reference is the start of the job.
-    policy: chooses in place of `mask`; None uses `mask`.
+    policy: the settings of a policy that chooses in place of `mask`; None uses `mask`.
     """
     x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
     last_models, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()

@@ -25,9 +25,9 @@ from textbook.world import Book, Job, Params, World
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
     """Compute a run of pFedMe, in which each client trains personal parameters theta.
 
-    For each batch, theta starts at the client's copy w of the shared parameters. It makes `steps`
-    gradient steps on the batch's loss plus lam/2 |theta - w|^2. Then w makes one step with the
-    gradient lam (w - theta). A client is scored with its last theta.
+    For each batch, theta starts at the client's copy w of the shared parameters, and makes `steps`
+    gradient steps with the penalty lam/2 |theta - w|^2. Then w makes one step towards theta. A
+    client is scored with its last theta.
     rate: the learning rate of theta.
     beta: the next shared parameters are beta times the mean of all w, plus 1 - beta times the old
     shared parameters.

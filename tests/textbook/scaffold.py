@@ -1,11 +1,11 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor for momentum.
 
-SCAFFOLD divides the change of a client's parameters by K'. Without momentum, K' is the number of
-steps. With momentum, a gradient also moves the parameters in later steps, so K' is larger.
+The change of a client's parameters is divided by K'. Without momentum, K' is the number of steps.
+With momentum, K' is larger, because a gradient also moves the parameters in later steps.
 
-Models are averaged with equal weights, as in the paper, unless the run weighs by samples. Changes
-of control variates always have equal weights. A client with a stale model uses the server's control
-variate that it received.
+The weights of models are equal, as in the paper, unless the run weighs by samples. Changes of
+control variates always have equal weights. A client with a stale model uses the server's control
+variate of the same version.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from textbook.world import Book, Job, Params, World
 def scaffold(world: World) -> Book:
     """Compute a run of SCAFFOLD: each local step uses g - c_i + c in place of the gradient g.
 
-    The control variates c_i of client i and c of the server start at 0. After a job,
+    c_i is the control variate of client i. The server's control variate c is the mean of all c_i.
+    All start at 0. After a job that has trained x to y in K steps,
 
         c_i <- c_i - c + (x - y) / (K' eta)
 
-    with the received model x, the trained model y and the learning rate eta. With K steps and
-    momentum rho, K' is the sum over n = 1, ..., K of 1 + rho + ... + rho^(n - 1). c remains the
-    mean of all clients' c_i.
+    Without momentum, K' is K. With momentum rho, K' is the sum over n = 1, ..., K of 1 + rho + ...
+    + rho^(n - 1).
     """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]

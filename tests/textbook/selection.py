@@ -51,20 +51,20 @@ class OortByHand:
     """Oort's rule, which chooses the clients of one round after another.
 
     A known client has reported a loss. Its utility is its number of samples times its loss. Its
-    score is the scaled utility plus a bonus that grows with the time since it was last chosen.
-    Scores of clients that are slower than the limit are multiplied by (limit / duration)^penalty.
+    score is the scaled utility plus a bonus, which is larger the longer ago the client was chosen.
+    If the duration of a client is above a limit, its score is multiplied by (limit /
+    duration)^penalty.
 
     exploration: the fraction of chosen clients that are not known.
     decay, least: each round multiplies `exploration` by `decay`, but it stays at least `least`.
-    cutoff: if n known clients are needed, they are drawn from those with at least `cutoff` times
-    the n-th best score.
+    cutoff: n known clients are drawn from those with at least `cutoff` times the n-th best score.
     clip: a quantile of the known clients' utilities; larger utilities are reduced to it.
-    preferred: the percentile of known durations that is the limit; 100 means no limit.
+    preferred: the limit is this percentile of the known durations; 100 means no limit.
     window, delta: after each `window` rounds, `preferred` grows by `delta` if utilities were lower
     than in the `window` rounds before.
     number: the number of rounds so far.
-    exploited: the known clients of the last round.
-    utilities: the mean utility of the known clients of each earlier round that chose any.
+    exploited: the known clients that the last round has chosen.
+    utilities: the mean utility of the chosen known clients, for each earlier round that chose any.
     """
 
     exploration: float

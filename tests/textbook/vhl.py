@@ -1,12 +1,12 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
-All clients have the same virtual images. A virtual image is its class's random 8 x 8 image, from
-N(0, 1), plus noise from N(0, 0.5^2). The images are enlarged bilinearly, and all together
-standardised per channel.
+All clients have the same virtual images. Each class has a random 8 x 8 image from N(0, 1). A
+virtual image is the image of its class plus noise from N(0, 0.5^2). The virtual images are enlarged
+bilinearly, and standardised per channel, all together.
 
-If the head has extra outputs, class c of C has the label C + c on virtual images. A prediction C +
-c counts as c. With Mixup, the mixed real images have a separate forward pass, only for their
-cross-entropy.
+C is the number of classes. If the head has extra outputs, virtual images of class c have the label
+C + c. A prediction C + c counts as c. With Mixup, only the cross-entropy of real images uses the
+mixed images, in a separate forward pass.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def vhl(
     align_epochs: int = 5,
     mixup: bool = False,
 ) -> Book:
-    """Run FedAvg with three more loss terms, which use the virtual images.
+    """Compute a run of VHL: FedAvg with three more loss terms, which use virtual images.
 
     virtual: the number of virtual images.
     alpha: the weight of the virtual images' cross-entropy.
-    gamma, kappa: the weights of two supervised contrastive losses: of all images, and of the
-    virtual images alone.
+    gamma: the weight of a supervised contrastive loss of real and virtual images.
+    kappa: the weight of a supervised contrastive loss of the virtual images alone.
     extra: True: the head has a second output for each class, which is used for virtual images.
     align_epochs: the number of first epochs of a job that use the contrastive losses.
     mixup: True: Mixup changes the real images.

@@ -36,13 +36,14 @@ class World:
 
     clients, classes: the numbers of clients and of classes.
     rounds: the jobs of each aggregation, in order.
-    data, tests: each client's inputs and labels for training and for tests.
+    data, tests: the inputs and labels of each client, for training and for tests.
     central: the inputs and labels of the central test set.
-    start: the initial values of all networks, buffers included; `drawn` has frozen parameters.
-    personal: the names of tensors that stay on the client.
+    start: the initial values of all networks, buffers included, without frozen parameters.
+    personal: the names of the tensors that stay on the client.
     local: the settings local.*.
     weighting: "samples" or "uniform", before a method's hooks change the weights.
-    drawn: other values that a textbook needs, by name, such as random values that raysim drew.
+    drawn: all other values that a textbook needs, by name: frozen parameters, and random values
+    that raysim drew.
     """
 
     seed: int

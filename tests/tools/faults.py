@@ -6,10 +6,10 @@
                                                 on Ray: driver, coordinator, workers, raylet and GCS
     uv run python tests/tools/faults.py --cost 5      # cost of a killed worker, 5 pairs of runs
 
-Faults are signals, limits on file sizes, and a locked or damaged MLflow database, at random
-moments. Runs are continued with resume=latest until they are finished. The sha256 values and the
-history must be those of the undisturbed run. No unfinished file, process or traceback may be left.
-Moments are counted in CPU time, so that they are the same on a busy machine.
+Faults are signals, limits on file sizes, and a locked or damaged MLflow database. They come at
+random moments of CPU time, which are the same on a busy machine. A run is continued with
+resume=latest until it is finished. Its sha256 values and history must be those of the undisturbed
+run. No unfinished file, process or traceback may be left.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
 
-This command makes 5000 cases of each type. After an interruption, it continues. A case must run,
-fail with the exit status 1, or be refused with one sentence and the exit status 2. It must not:
+This command makes 5000 cases of each kind. After an interruption, the same command continues. A
+case must succeed, fail with the exit status 1, or be refused with one sentence and the exit status
+2. No case may:
 - raise an exception that is not handled,
 - need a minute of CPU time, or wait for a minute,
 - need over 1 GiB more memory than any earlier case,
-- leave a file if it is refused.
+- leave a file after a refusal.
 """
 
 from __future__ import annotations

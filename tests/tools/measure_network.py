@@ -2,9 +2,9 @@
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes a cluster of three machines. Each turn makes a synchronous and a buffered run on undisturbed
-links, and then on slow or lossy links. Runs with the same schedule must have the same bits. The
-table has these columns:
+This command uses three machines. Each turn makes a synchronous and a buffered run on undisturbed
+links, and then on each kind of slow or lossy links. Runs with the same schedule must have the same
+bits. The table has these columns:
 - seconds per round, and their ratio to the undisturbed run in the same turn
 - megabytes per round that the coordinator's node receives and sends, counted on the link and, in
   brackets, in raysim's history
@@ -12,7 +12,8 @@ table has these columns:
 
     uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
 
-measures how many vectors of the model's size the coordinator's node receives in a round.
+This command measures how many vectors of the model's size the coordinator's node receives in a
+round.
 """
 
 from __future__ import annotations
@@ -70,14 +71,13 @@ class Measurement:
     """The measured time and traffic of a run.
 
     turn: the index of the repetition, from 0.
-    schedule: a key of `SCHEDULES`. If `measure_sums` made the run: the number of clients in a
-    round.
-    kind: a key of `KINDS`, or `UNDISTURBED`. If `measure_sums` made the run: the number of nodes.
+    schedule: a key of `SCHEDULES`; in a result of `measure_sums`, the number of clients in a round.
+    kind: a key of `KINDS`, or `UNDISTURBED`; in a result of `measure_sums`, the number of nodes.
     seconds: the median of the seconds per round.
-    links: each machine's mean bytes per round received and sent, counted on its link.
-    columns: the same for each node of Ray, from raysim's history. A node other than node 0
-    may have a different number from its machine.
-    resent: each machine's mean bytes per round that TCP sent again.
+    links: the mean bytes per round that each machine received and sent, counted on its link.
+    columns: the mean bytes per round that each node of Ray received and sent, from raysim's
+    history. Node 0 is machine 0, but other nodes and machines may have different numbers.
+    resent: the mean bytes per round that TCP sent again, for each machine.
     """
 
     turn: int

@@ -6,11 +6,11 @@
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
 A mutant is the source with one change, in a copy of the working tree. `coverage` shows which tests
-run its line (--map reuses an earlier result). After a few quick tests, others follow for at most
---cap seconds of CPU time (0: all).
+run the changed line; --map reuses an earlier result. A few quick tests come first. Then further
+tests run, for at most --cap seconds of CPU time (0: no limit).
 
-Ids stay the same for the same source, --seed, --count and --only. Mutants that no test can notice
-are in equivalent_mutants.toml, with the reason.
+Ids stay the same for the same source, --seed, --count and --only. equivalent_mutants.toml lists
+mutants that no test can notice, with the reason.
 """
 
 from __future__ import annotations
@@ -450,8 +450,8 @@ def cpu_seconds(pid: int) -> float:
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
     """Run trials in parallel, at most one at a time in each copy of the working tree.
 
-    trials: each trial is a function that takes a copy's folder and returns a generator. The
-    generator yields requests to run tests (`Asked`). For each request, it receives a dictionary:
+    trials: functions that take the folder of a copy and return a generator. The generator yields
+    requests to run tests (`Asked`). For each request, it receives a dictionary:
     - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (too much
       time or memory).
     - "first": the first test that failed, or another reason.

@@ -3,8 +3,10 @@
     uv run python tests/tools/network_cluster.py --machines 3 --cpus 2 --link 2:rate=2,delay=100
 
 This command starts a Ray cluster of the machines 0 (the head), 1 and 2, and a machine 3 without
-Ray. The link of machine 2 passes 2 Mbit/s, and delays each packet by 100 ms. Commands at the
-prompt:
+Ray. Machine n has the name machine-n, the address 10.99.0.(n + 1), and its own network devices,
+processes, /tmp, /dev/shm and home folder. All machines write to $SHARED. The link of machine 2
+passes 2 Mbit/s, and delays each packet by 100 ms. Commands at the prompt (";" separates commands in
+a line):
 
     3 raysim submit --address http://10.99.0.1:8265 run out=/tmp/first     a command on machine 3
     0 raysim run runtime=cluster out=$SHARED/first &                       in the background
@@ -17,12 +19,9 @@ prompt:
     bytes       print the bytes on each link
     quit        end the program
 
-";" separates commands in a line. Each machine has its own network devices, processes, host name,
-/tmp, /dev/shm and home folder. All machines write to $SHARED. Machine n has the address 10.99.0.(n
-+ 1) and the name machine-n. The program needs root on Linux, `ip`, `tc`, `unshare` and `nsenter`.
-It does not change this computer's network.
-
-A relay in this file delays or drops packets, because many kernels have no netem.
+The program needs root on Linux, `ip`, `tc`, `unshare` and `nsenter`. It does not change this
+computer's network. A relay in this file delays or drops packets, because many kernels have no
+netem.
 """
 
 from __future__ import annotations
