@@ -3,8 +3,8 @@
 The result is robust if arbitrary updates have less than half of the weight.
 
 Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022).
-The updates are g_i, with the weights a_i. The point z starts as their weighted mean. Then z is
-replaced `steps` times by
+The updates are g_i, with the weights a_i. The point z starts as their weighted mean. With the
+settings `steps` and nu, z is then replaced `steps` times by
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 

@@ -2,14 +2,15 @@
 
 Source: Sagawa et al., "Distributionally Robust Neural Networks for Group Shifts" (ICLR 2020),
 Algorithm 1, in the federated form of FedBR's Appendix A. Client i has the weight q_i, and the loss
-l_i in a round. Each round changes the weights of its participants:
+l_i in a round. eta_q is the setting `step_size`. Each round changes the weights of its
+participants:
 
     q_i <- q_i exp(eta_q l_i)
 
 The server averages the participants' models with the weights q_i / sum_j q_j.
 
 Departures from the paper or public code
-- A group is a client. In the paper, it is a set of samples.
+- A group is a client, not a set of samples.
 - l_i is the task loss of the first local batch, as in FedBR's code. With batches="all", it is the
   mean over all local steps.
 - q_i belongs to client i. In FedBR's code, it belongs to position i in a round.

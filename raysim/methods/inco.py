@@ -7,10 +7,10 @@ shallower tensor. g' replaces g, separately for each kernel of a convolution:
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-Two kinds of networks have sources:
+Two kinds of networks have such sources:
 
 - ResNets with torchvision's names. A group of blocks, such as `layer1`, has its sources in its
-  first block, `layer1.0`. The source of a convolution in a later block is conv2 if the shapes are
+  first block, `layer1.0`. For a convolution in a later block, the source is conv2 if the shapes are
   equal. Otherwise, it is the convolution of the same name, such as conv1.
 - Transformers. In each block, norm1 is the source of norm2.
 
@@ -22,7 +22,6 @@ Departures from the paper
 - A tensor without a source of its shape is not changed; the authors' code fails.
 - A tensor with 1x1 kernels is mixed as one vector.
 - Updates of transformers are not divided by the number of local epochs.
-- Buffers are averaged.
 """
 
 from __future__ import annotations
@@ -69,11 +68,10 @@ def cross_layer_gradient(
     granularity: "kernel" mixes each slice [o, i] of a tensor [O, I, ...] separately. "tensor" mixes
     the whole tensor as one vector. Tensors with slices of one entry, such as 1x1 kernels, are
     always mixed as one vector.
-    align: "conflict" mixes only if the inner product of the two updates is negative; "always" mixes
+    align: "conflict" mixes only slices, or tensors, with a negative inner product; "always" mixes
     all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
     value_clip: the largest absolute value of an entry of the result; None for no bound.
-    eps: a small number that is added to denominators.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)
@@ -190,7 +188,6 @@ class InCo(Method):
     clamp_max: the largest weight of the shallow update; the deeper update has the weight 1.
     value_clip: the largest absolute value in updates of the deeper layers, mixed or not; None for
     no bound.
-    eps: a small number that is added to denominators.
     """
 
     name = "inco"

@@ -7,8 +7,8 @@ shared model. On each batch, with the loss f:
     theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
     w <- w - eta lam (w - theta)
 
-eta is local.lr. If eta lam is above 1, w overshoots theta. The server averages w over the
-participants:
+K is the setting `steps`, eta_p is `personal_lr`, and eta is local.lr. If eta lam is above 1, w
+overshoots theta. The server averages w over the participants:
 
     x <- (1 - beta) x + beta mean(w)
 

@@ -4,7 +4,7 @@ The setting `sources` chooses the probabilities with which samples are drawn. Fo
 samples:
 
 - "balanced": the same for all clients, as in Algorithm 2 of FedBR.
-- "unbalanced": in proportion to a client's number of samples.
+- "unbalanced": for each client, in proportion to its number of samples.
 - "classes": the same for all clients, and the same for all classes of a client.
 
 For means of a public set:
@@ -52,7 +52,6 @@ class PseudoData:
 
     kind: "rsm" makes means of clients' samples, "mixture" makes means of a public set's samples.
     rows: the number of means that a client receives.
-    samples_per_mean: the number of samples in each mean.
     means_per_client: for "rsm", the number of means that each client sends before round 0.
     refresh: "round" draws new means in every round, as in the paper. "once" draws means only at the
     start, as in the released code.

@@ -2,7 +2,7 @@
 
 Source: Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR
 2020), Algorithm 2. F_i is the loss of the received model on client i's training samples. D_i is the
-client's update. L is 1 divided by the learning rate of the job:
+client's update, and x the shared model. L is 1 divided by the learning rate of the job:
 
     x <- x + sum_i L F_i^q D_i / sum_i h_i
     h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q

@@ -160,7 +160,6 @@ class Vhl(Method):
     alpha: the weight of the cross-entropy of virtual images (the noise).
     gamma: the weight of the contrastive loss over real and virtual features.
     kappa: the weight of the contrastive loss over virtual features.
-    temperature: the temperature of the contrastive losses.
     virtual: the number of virtual images.
     virtual_batch: the number of virtual images in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.

@@ -54,8 +54,8 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return the table of results: a row for each setting, with means over the seeds.
 
-        Columns are named as in a run's summary. "floats" and "bytes" are the traffic down and up
-        together. A score such as "final" has two more columns:
+        Most columns are numbers of the runs' summaries. "floats" and "bytes" are the traffic down
+        and up together. A score such as "final" has two more columns:
 
         - "final_std": the sample standard deviation over the seeds. If no setting has several
           seeds, it is the population standard deviation of the last ten scores.

@@ -34,13 +34,13 @@ class Difference:
 
     pairs: int
     mean: float | None
-    deviation: float | None = None  # sample standard deviation of the differences
+    deviation: float | None = None
     low: float | None = None
     high: float | None = None
-    p: float | None = None  # paired t-test, two-sided
-    holm: float | None = None  # p, corrected for the number of comparisons
-    wilcoxon: float | None = None  # signed-rank test, two-sided
-    note: str = ""  # why there is no test
+    p: float | None = None
+    holm: float | None = None
+    wilcoxon: float | None = None
+    note: str = ""
 
 
 def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:

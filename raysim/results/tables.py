@@ -54,7 +54,8 @@ class Column:
     bold: "best" marks the best score. "clear" also checks `deviations`, unless they are None. It
     marks the best score only if the distance from the second-best score is larger than the
     deviations of both. An unknown deviation of one of the two prevents the mark.
-    incomplete: the positions of rows whose mean leaves out some seeds. These rows are never marked.
+    incomplete: the positions of rows whose mean leaves out some seeds. These rows are never marked
+    as the best.
     """
 
     title: str

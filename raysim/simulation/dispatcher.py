@@ -55,13 +55,12 @@ class TrainCall(Call):
     """
 
     jobs: Sequence[Job] = ()
-    groups: Sequence[Group] = ()  # the worker sums the updates of each group
-    floats: int = 0  # floats that the call returns, without client states
-    # Results that no aggregation has used yet.
+    groups: Sequence[Group] = ()
+    floats: int = 0
     updates: dict[int, Update | Failure] = field(default_factory=dict)
     sums: dict[Group, np.ndarray] = field(default_factory=dict)
     remote_sums: dict[Group, RemoteSum] = field(default_factory=dict)
-    is_collected: bool = False  # True if at least one of its updates is collected
+    is_collected: bool = False
 
     @property
     def clients(self) -> tuple[int, ...]:

@@ -103,8 +103,8 @@ def plan_now(
     """Choose the number of workers, and the resources that each of them reserves.
 
     If `runtime.workers` is null, as many workers start as fit on the nodes, but at most
-    `concurrency`. In a cluster that raysim has joined, resources that other runs use do not count.
-    Inside a trial of a sweep, the trial's placement group decides about the number.
+    `concurrency`. In a cluster that raysim has joined, only resources that other runs leave free
+    count. Inside a trial of a sweep, the trial's placement group decides about the number.
 
     concurrency: the number of clients in flight at once.
     measure: trains one job and returns the memory that it needs.
