@@ -174,8 +174,8 @@ class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
     of_client: int [clients], the rank of each client; [1] if `is_equal`.
-    sizes: for each adapter, its rank in the model, and the number of floats in a row of A and a
-    column of B together.
+    sizes: for each adapter, its rank in the model, and the number of floats for each rank (a row of
+    A and a column of B).
     is_equal: True if all clients have the rank of the model, because the setting `ranks` is None.
     """
 

@@ -16,8 +16,8 @@ Models are averaged uniformly, as in the paper. FedNTD's code, which has SCAFFOL
 weights them by samples.
 
 Departures from the paper
-- With momentum rho, K is replaced by (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), as in FedNTD's
-  code. With K itself, c_i would be too large.
+- With momentum rho, (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho) replaces K, as in FedNTD's code.
+  With K itself, c_i would be too large.
 - Buffers have no control variates, and are averaged as in FedAvg.
 """
 

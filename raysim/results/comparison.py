@@ -59,8 +59,9 @@ class Report:
 
         - "final_std": the sample standard deviation over the seeds. If no setting has several
           seeds, it is the population standard deviation of the last ten scores.
-        - "final_mark": † or ‡ if the setting is significantly better or worse than the first
-          setting with the same data and split. Without tests, there is no such column.
+        - "final_mark": † or ‡ if the setting is significantly better or worse than its reference.
+          This is the first setting with the same data and split. Without tests, there is no such
+          column.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 

@@ -437,7 +437,7 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    A run is scored by the mean over its five best rounds, and a group by the mean over its runs.
+    A run's score is the mean over its five best rounds. A group's score is the mean over its runs.
     Better groups come first. But all groups with the same data and partition directly follow the
     best of them.
 
@@ -689,8 +689,8 @@ def threshold_columns(
     """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
     There is a row for each pair of a target score and a group. The costs are rounds, bytes, times,
-    and the fleet's energy, money and CO2, up to the first round that reaches the score. Each cost
-    is a mean ± sample standard deviation over the seeds that reach the score.
+    and the fleet's energy, money and CO2. They are counted up to the first round that reaches the
+    score. Each cost is a mean ± sample standard deviation over the seeds that reach the score.
 
     view: `view.thresholds` are the target scores. () takes the highest target scores that a run
     reached, from `rounds_to` in the summaries.

@@ -61,10 +61,9 @@ def assign_units(
 ) -> list[int]:
     """Choose a worker for each unit; return the positions of these workers in `loads`.
 
-    The home of a client is the worker that has, or will have, its newest state. A unit goes to the
-    first worker of this list whose condition is true:
+    A unit goes to the first worker of this list whose condition is true:
 
-    - the client's home, if it is still making the client's state,
+    - the client's home (`StateHome`), if it is still making the client's state,
     - the home, if its load stays within a limit,
     - the least loaded worker on the home's node, if its load stays within the limit,
     - without a condition, the least loaded of all workers.

@@ -113,9 +113,9 @@ class Availability(ABC):
         """Return changes of availability up to the virtual time `horizon`, in seconds.
 
         There are two results: the times of the changes, and the positions in `clients` of the
-        clients that change. At most `_MAX_CHANGES` changes of each client are looked up. If some
-        clients have more changes up to `horizon`, all results end before the first change that was
-        not looked up.
+        clients that change. At most `_MAX_CHANGES` changes of each client are looked up. If a
+        client has more changes up to `horizon`, the results of all clients end before the first
+        change that was not looked up.
 
         times: float64 [clients], the time of each client's next change. This function sets it to
         the client's first change that is not returned.

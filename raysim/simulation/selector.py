@@ -116,15 +116,11 @@ class IdleMask:
 class Selector:
     """The object that lets a selection rule choose clients, and stores what the rule may know.
 
-    counts: int64 [clients], the number of training samples of each client.
+    counts, load: as in `Planner`.
     pools: the clients of each tier of `schedule=tiered` or of each replica; empty without pools.
     concurrency: the largest number of jobs in flight.
-    load: returns the load of a client's next job: the samples to process, and the floats to receive
-    and to send. Its arguments are those of the planner's `load`.
-    participations: int32 [clients], the number of each client's jobs so far.
-    accepted: int32 [clients], the number of each client's jobs in the aggregations so far.
-
-    The planner updates the last two arrays.
+    participations, accepted: int32 [clients], the number of each client's jobs so far, and how many
+    of them were in an aggregation. The planner updates these arrays.
     """
 
     def __init__(

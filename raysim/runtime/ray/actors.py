@@ -794,10 +794,9 @@ def start_workers_in(
     content: a list with a reference to the bytes of the data set's file; [] if all processes of the
     run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
-    participants: the identities of the run's processes. A new worker is compared with the driver's
-    identity; None compares nothing.
-    packages: the packages whose versions are part of an identity.
-    device: the device that is part of an identity, such as "cuda"; "" means none.
+    participants: as in `RayRuntime`.
+    packages, device: an identity includes the versions of these packages, and this device, such as
+    "cuda"; "" means none.
     most: the largest number of workers at a time; 0 if no workers may start later in the run.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)

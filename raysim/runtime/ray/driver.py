@@ -280,8 +280,8 @@ def run(
     writes no model and no checkpoints.
     resume: the address of the checkpoint to continue from; "" starts a new run.
 
-    Raises the coordinator's errors. Raises ProcessLostError if the coordinator is lost or silent
-    for too long, or if the run cannot continue after the death of a worker.
+    Raises the coordinator's errors. Raises ProcessLostError in two cases: the coordinator is lost
+    or silent for too long, or the run cannot continue after the death of a worker.
     """
     options = options or RayOptions()
     processes = start_processes(spec, (schedule, fleet), size, options, say, folder, resume)
