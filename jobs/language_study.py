@@ -9,7 +9,7 @@ interruption, the same command continues. Further arguments are overrides of eve
 itself sets `data.root`. `collect` and `page` write docs/studies/language.json, .md and .png.
 
 `run runs/language only=DiLoCo,FedIT` executes the runs of these methods only. Then `collect` keeps
-the stored numbers of all other methods, if they belong to the same base model.
+the stored numbers of all other methods, which must belong to the same base model.
 """
 
 from __future__ import annotations

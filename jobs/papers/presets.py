@@ -50,15 +50,15 @@ class Command:
 class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
-    column: the history column from which the score is computed. It also tells how many rounds a run
-    needs for an accuracy.
+    column: the history column from which the score is computed. The number of rounds until an
+    accuracy is reached is computed from this column, too.
     summary(rows, name): returns the score from the history's rows and the column's name; None if
     there is no score.
     factor: the factor on the score, such as 100 for percent.
     spread(rows, name): returns the standard deviation over the rounds of a run. `spread` is None if
     the table prints no such deviations.
-    additional_columns: the history columns of additional scores, by the title of the score.
-    `summary` and `factor` are the same.
+    additional_columns: the history columns of additional scores, by the title of the score. These
+    scores also use `summary` and `factor`.
     """
 
     column: str

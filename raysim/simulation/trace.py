@@ -12,9 +12,9 @@
 | `flops`      | number            | floating-point operations in a second of training             |
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
-A file has either `speed`, which fits one model only, or `flops`. Other columns are ignored. `raysim
-fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each client of the
-run, 40 for each row and 16 for each interval.
+A file has either `speed`, which fits one model only, or `flops`. Other columns are ignored.
+`raysim fleet check FILE` checks a file. A trace occupies at most 28 bytes of memory for each client
+of the run, 40 for each row and 16 for each interval.
 """
 
 from __future__ import annotations

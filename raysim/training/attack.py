@@ -1,8 +1,8 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
 The attackers are drawn once, among the clients with samples. `attack.kind` is "none" or one of the
-attacks in the table. y is a label of C classes. D is the update that the attacker would send if
-it were honest. mean and std are the mean and standard deviation of each parameter over the honest
+attacks in the table. y is a label of C classes. D is the update that the attacker would send if it
+were honest. mean and std are the mean and standard deviation of each parameter over the honest
 updates of the same aggregation.
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020

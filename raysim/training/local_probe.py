@@ -21,8 +21,8 @@ def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_ba
     """Measure a model that was just trained, and the model from which its training started.
 
     The result has the trained model's accuracy on all `rows`. About `PROBE_FEATURES` of the rows
-    are drawn: equally many of each class, or all rows of a class with too few. For the drawn rows,
-    the result has the features of both models, and the class probabilities of the trained model.
+    are drawn: equally many of each class, or all rows of a small class. For the drawn rows, the
+    result has the features of both models, and the class probabilities of the trained model.
 
     trainer: its vector contains the trained model.
     rows: samples of the central test set, as rows of the data set.

@@ -179,8 +179,8 @@ class Sizes:
 class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
-    ctx: the context of the job in ordinary steps. This context has the same values, but the tensors
-    of `tables` and the learning rate `rate`.
+    ctx: the context of the job in ordinary steps. Here, `tables` and `rate` replace its tensors and
+    its learning rate.
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
     reads: the object to which the names of all read values are added.

@@ -1,7 +1,7 @@
 """Record training steps as CUDA graphs, and replay them.
 
-Two steps are of the same kind if one recording fits both. They have equal stages, batch sizes,
-train or eval modes, and Python values. The tensors that they read have equal shapes and dtypes.
+Steps of the same kind can use one recording: they have equal stages, batch sizes, train or eval
+modes, and Python values, and the tensors that they read have equal shapes and dtypes.
 
 The first step of a kind is not recorded. It lets libraries choose kernels, and shows which values
 are read. The second step is recorded. If the next steps of all lanes are of the same kind, one

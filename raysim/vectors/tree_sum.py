@@ -3,7 +3,7 @@
 In shapes, d is the length of a vector. Leaf i of the tree is vector i times its weight, rounded. A
 part of the tree has a level and an index. Its leaves are those from index * 2**level up to, but
 without, (index + 1) * 2**level. The sum of a part is the sum of its two halves, rounded. A missing
-leaf adds nothing. So the bits do not depend on which process adds up which part.
+leaf adds nothing. The tree is fixed, so the bits do not depend on which process adds up which part.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float,
     """Return FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
     Row j of z_p is pulled to row j of z_g, and pushed away from row (j mod B) of z. If there is a
-    projector, the loss compares its outputs for these features.
+    projector, the loss compares the projector's outputs for these features.
     p: the tensors of all modules.
     z_p, z_g: [R, F], features of the pseudo-data from the trained and from the received extractor.
     z: [B, F], the features of the batch.

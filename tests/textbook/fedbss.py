@@ -35,7 +35,7 @@ def fedbss(
     """Compute a run of FedBSS: FedAvg with equal weights, and with selected samples.
 
     From version `warmup` on, epoch e uses all unbiased samples (`split`) and a fraction a_e of the
-    biased samples. Before, all samples are used.
+    biased samples. Jobs with earlier versions use all samples.
     kind: how a_e grows with e, a key of `FRACTION`. "all" always uses all samples.
     refresh: the client computes losses and uncertainties in its first job after the warm-up, and
     then in every `refresh`-th job.
@@ -129,10 +129,11 @@ def batches(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
-    Epoch e uses all unbiased samples, and the fraction a_e of the biased samples: those with the
-    smallest losses (eq. 6). With a fixed number of steps, a job has phases in place of epochs.
+    Epoch e uses the first `unbiased` samples of `order`, and then the fraction a_e of all other
+    samples (eq. 6), rounded down. With a fixed number of steps, a job has phases in place of
+    epochs.
     order: the positions of the client's samples, in ascending order of loss.
-    unbiased: the number of unbiased samples, which are the first ones of `order`.
+    unbiased: the number of samples that every epoch uses.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".
     """
     local, shares = world.local, list[float]()

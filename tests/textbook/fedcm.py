@@ -24,10 +24,10 @@ from textbook.world import Book, Job, Params, World
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """Compute a run of FedCM, whose client steps mix the gradient with the server's direction.
 
-    The direction is the weighted mean of the last round's client gradients. The server computes
-    them from the updates, as (x - y_i) / (eta K_i) for client i. x and y_i are the received and the
-    trained parameters, and K_i is the number of steps.
-    alpha: the weight of the gradient, which includes weight decay. The direction has 1 - alpha.
+    The direction is the weighted mean of the last round's client gradients, which the server
+    computes from the updates.
+    alpha: the weight of the gradient, which includes weight decay. The weight of the direction is
+    1 - alpha.
     warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.
     """
     names = trainable(world.start)

@@ -70,8 +70,8 @@ def fedgh(
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
     """Compute a run in which the server adds up updates in pairs, until at most two are left.
 
-    In the first round, the step is the mean update. In later rounds, each tensor is treated
-    separately:
+    In the first round, the server's step is the mean update. In later rounds, each tensor is
+    treated separately:
 
     1. The vectors are sorted by their dot product with a reference r. The first and the last vector
        form a pair, then the second and the last but one, and so on.

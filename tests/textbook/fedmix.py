@@ -83,13 +83,14 @@ def fedmix(
     """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
     A pair is the mean input and the mean label of some samples of one client. The loss approximates
-    Mixup of each row of a batch with a pair (Proposition 1).
+    the loss of Mixup, which mixes each row of a batch with a pair (Proposition 1).
     lam: the weight of the pair.
     count: the number of pairs that each client sends.
     samples: the number of samples in a pair.
     single: True uses the same pair for all rows of a batch.
-    naive: True computes NaiveMix: the inputs are mixed, and nothing is approximated.
-    public: True divides the gradient's term by the batch size, as public implementations do.
+    naive: True computes NaiveMix, which mixes the inputs in place of the approximation.
+    public: True divides the gradient term of the loss by the batch size, as public implementations
+    do.
     fresh: True makes new pairs from raw data in each step, as FedBR's code does.
     """
     pool = None if fresh else pooled(world, count, samples)

@@ -1,9 +1,9 @@
 """FedPAC of Xu et al. 2023, with an exact solution of its quadratic program.
 
 Client i of a round gets a mixture of all heads of the round. The weights w_j are at least 0, have
-the sum 1, and minimise the sum of all w_j w_k P_jk. P_jk is <h_i - h_j, h_i - h_k>, plus V_j if j =
-k (`statistics` computes h_j and V_j). The textbook solves this for every subset of the clients, and
-takes the best solution.
+the sum 1, and minimise the sum of all w_j w_k P_jk. P_jk is <h_i - h_j, h_i - h_k>, plus V_j on the
+diagonal (`statistics` computes h_j and V_j). The textbook solves this for every subset of the
+clients, and takes the best solution.
 
 A job first trains the head, with the extractor in eval mode, and then the extractor. Each of the
 two stages has a new optimizer.

@@ -52,9 +52,9 @@ def inco(
     """Compute a run of InCo, which mixes the update of an early layer into later layers' updates.
 
     The early layer is the second convolution of the first residual block. The later layers are both
-    convolutions of the second block. Before the update of a later layer is mixed with that of the
-    early layer, both are divided by their norms. The mixture is multiplied by the mean of the
-    norms.
+    convolutions of the second block. Before the update of a later layer is mixed with the update of
+    the early layer, both updates are divided by their norms. The mixture is multiplied by the mean
+    of the norms.
     kernels: True mixes each kernel, a slice [o, i], and not the whole convolution.
     always: True mixes always, as in the authors' code. False mixes only if the dot product of the
     two updates is negative, as in the paper.

@@ -28,7 +28,8 @@ def scaffold(world: World) -> Book:
     """Compute a run of SCAFFOLD: each local step uses g - c_i + c in place of the gradient g.
 
     c_i is the control variate of client i. The server's control variate c is the mean of all c_i.
-    All start at 0. After a job that has trained x to y in K steps,
+    All control variates start at 0. A job makes K steps with the learning rate eta from the
+    received parameters x to the trained parameters y. After the job,
 
         c_i <- c_i - c + (x - y) / (K' eta)
 

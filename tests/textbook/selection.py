@@ -52,8 +52,8 @@ class OortByHand:
 
     A known client has reported a loss. Its utility is its number of samples times its loss. Its
     score is the scaled utility plus a bonus, which is larger the longer ago the client was chosen.
-    If the duration of a client is above a limit, its score is multiplied by (limit /
-    duration)^penalty.
+    If the duration of a client is above a limit (`preferred`), its score is multiplied by
+    (limit / duration)^penalty.
 
     exploration: the fraction of chosen clients that are not known.
     decay, least: each round multiplies `exploration` by `decay`, but it stays at least `least`.
