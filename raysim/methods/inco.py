@@ -63,15 +63,10 @@ def cross_layer_gradient(
 ) -> Tensor:
     """Return the update `target` of a layer, mixed with the update `source` of another layer.
 
-    The two updates are CPU tensors of the same shape.
+    The two updates are CPU tensors of the same shape. Tensors with slices [o, i] of one entry, such
+    as 1x1 kernels, are always mixed as one vector.
 
-    granularity: "kernel" mixes each slice [o, i] of a tensor [O, I, ...] separately. "tensor" mixes
-    the whole tensor as one vector. Tensors with slices of one entry, such as 1x1 kernels, are
-    always mixed as one vector.
-    align: "conflict" mixes only slices, or tensors, with a negative inner product; "always" mixes
-    all.
-    clamp_max: the largest weight of `source`; `target` has the weight 1.
-    value_clip: the largest absolute value of an entry of the result; None for no bound.
+    granularity, align, clamp_max, value_clip: the settings of `InCo`.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)
@@ -182,9 +177,10 @@ def _candidates(name: str) -> Sequence[str]:
 class InCo(Method):
     """A server rule that mixes updates of shallow layers into updates of similar deeper layers.
 
-    granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
-    as one vector.
-    align: "conflict" mixes two updates only if their inner product is negative; "always" mixes all.
+    granularity: "kernel" mixes each slice [o, i] of a tensor [O, I, ...] separately; "tensor" mixes
+    each tensor as one vector.
+    align: "conflict" mixes only slices, or tensors, with a negative inner product; "always" mixes
+    all.
     clamp_max: the largest weight of the shallow update; the deeper update has the weight 1.
     value_clip: the largest absolute value in updates of the deeper layers, mixed or not; None for
     no bound.

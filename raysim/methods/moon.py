@@ -58,7 +58,7 @@ class Moon(Method):
     """A method that pulls features to those of the received model, away from previous models.
 
     mu: the weight of the contrastive loss.
-    temperature: tau; cosines between features are divided by it.
+    temperature: tau, which divides the cosines between features.
     head: "mlp" adds a projection of two linear layers and compares its outputs. "none" compares the
     features.
     width: the hidden units of the projection; None uses the number of the model's features.

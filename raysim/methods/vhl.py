@@ -160,8 +160,7 @@ class Vhl(Method):
     alpha: the weight of the cross-entropy of virtual images (the noise).
     gamma: the weight of the contrastive loss over real and virtual features.
     kappa: the weight of the contrastive loss over virtual features.
-    virtual: the number of virtual images.
-    virtual_batch: the number of virtual images in a step.
+    virtual, virtual_batch: the number of all virtual images, and of those in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
     align_epochs: the number of epochs with the contrastive losses, from the start of a job. With
     local.steps, all steps have them.

@@ -1,7 +1,7 @@
 """Add low-rank adapters (LoRA, Hu et al. 2022) with the package peft.
 
 A layer has a frozen weight W0 [m, n] and two trained matrices, A [r, n] and B [m, r]. It uses the
-weight W0 + s B A. r is the rank, and s is alpha / r.
+weight W0 + s B A with s = alpha / r.
 
 At first B is 0 and A random; in an embedding, A is 0 and B random. In a convolution, n is the
 number of input channels times the size of a window.
@@ -33,15 +33,14 @@ ADAPTER, ADAPTED = ".lora_", ".base_layer."
 class Lora:
     """The settings of low-rank adapters.
 
-    rank: 0 means no adapters, and all parameters are trained.
-    alpha: the product of an adapter's matrices is multiplied by alpha / rank.
+    rank: the rank r. 0 means no adapters, and all parameters are trained.
+    alpha: the product of an adapter's matrices is multiplied by alpha / r.
     dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head. In a model without such a layer, None means every convolution. With
-    None, layers narrower than the rank, a language model's output layer and grouped convolutions
-    get no adapter.
-    base: the storage type of frozen weights. "nf4" stores 4 bits for each number, but embeddings in
-    bfloat16. The computation is in the type of the run.
+    layer in front of the head or, without such layers, every convolution. None leaves out layers
+    narrower than r, a language model's output layer and grouped convolutions.
+    base: the storage type of frozen weights; the computation is in the type of the run. "nf4"
+    stores 4 bits for each number, but embeddings in bfloat16.
     """
 
     rank: int = 0

@@ -62,7 +62,7 @@ class Spans:
     """A recorder of the time intervals (spans) of a process.
 
     whole: kinds of work. Spans inside a span of such a kind are not recorded.
-    settle: a function that is called before a span closes, to wait for an asynchronous device.
+    settle: called before a span closes, to wait for an asynchronous device.
 
     These fields cover the time since the last call of `take`:
 

@@ -55,13 +55,12 @@ class Report:
         """Return the table of results: a row for each setting, with means over the seeds.
 
         Most columns are numbers of the runs' summaries. "floats" and "bytes" are the traffic down
-        and up together. A score such as "final" has two more columns:
+        and up together. A score such as "final" may have two more columns:
 
         - "final_std": the sample standard deviation over the seeds. If no setting has several
           seeds, it is the population standard deviation of the last ten scores.
-        - "final_mark": † or ‡ if the setting is significantly better or worse than its reference.
-          This is the first setting with the same data and split. Without tests, there is no such
-          column.
+        - "final_mark": † or ‡ if the setting is significantly better or worse than the first
+          setting with the same data and split.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 

@@ -78,7 +78,7 @@ class TableView:
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1 in percent.
     thresholds: the target scores whose costs are shown. () takes the highest target scores that a
-    run reached, from `rounds_to` in the summaries: four in a table, two on the HTML page.
+    run reached: four in a table, two on the HTML page.
     bold: a rule in `BOLD_RULES` for marking the best value.
     """
 
@@ -547,9 +547,8 @@ def result_columns(
 ) -> list[Column]:
     """Return the columns of the table of results, with a row for each group.
 
-    Numbers are mean ± sample standard deviation over seeds; the number of rounds is only a mean. If
-    a column has a best score, paired t-tests compare each group with a reference: the first group
-    with the same data and partition.
+    Numbers are mean ± sample standard deviation over seeds. If a column has a best score, paired
+    t-tests compare each group with a reference: the first group with the same data and partition.
 
     limit: the largest number of columns about target scores. The highest target scores that a run
     reached get a column. With `view.columns`, the limit has no effect.
@@ -620,7 +619,7 @@ def _compare_with_first(
     A pair is the two rows' scores for the same seed. Return None for the first row itself, and for
     a row without any pair. Holm's correction counts all tests of the table.
 
-    by_seed: for each row, a dict from seed to score; None for a seed without a score.
+    by_seed: for each row, the score of each seed, or None.
     blocks: a value for each row, equal for rows with the same data.
     """
     tests: list[Difference | None] = []
@@ -689,8 +688,8 @@ def threshold_columns(
     """Return a table's columns with the costs of reaching target scores; [] if none was reached.
 
     There is a row for each pair of a target score and a group. The costs are rounds, bytes, times,
-    and the fleet's energy, money and CO2. They are counted up to the first round that reaches the
-    score. Each cost is a mean ± sample standard deviation over the seeds that reach the score.
+    and the fleet's energy, money and CO2, until the score is reached. Each cost is a mean ± sample
+    standard deviation over the seeds that reach the score.
 
     view: `view.thresholds` are the target scores. () takes the highest target scores that a run
     reached, from `rounds_to` in the summaries.

@@ -144,9 +144,9 @@ def _draw_servers(
 ) -> None:
     """Draw the links of the replicas, and write the name of each replica.
 
-    A replica has links to the clients that it serves. If each replica has a schedule of its own,
-    its traffic is written, too. If the replicas exchange their models, each replica is also linked
-    to the centre of the picture. The traffic of all exchanges is written in the centre.
+    A replica is linked to the clients that it serves. If replicas have schedules of their own, the
+    traffic of each replica is written, too. If replicas exchange, each is also linked to the centre
+    of the picture, where the traffic of all exchanges is written.
 
     replicas, positions: the positions of replicas and clients in the picture, [replicas, 2] and
     [clients, 2].

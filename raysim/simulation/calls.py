@@ -32,8 +32,7 @@ class Call:
     """A call to a worker, which can be repeated if the worker dies before it answers.
 
     worker: the number of the worker; it changes if another worker gets the call.
-    args: the arguments of the method, without client states.
-    states: the client states that the worker needs.
+    args: the arguments of the method, without the client states, which are in `states`.
     remote_values: the number of returned values that stay on the worker's node.
     ref, remote_refs: the references to the answer and to the values that stay on the node.
     bytes_read: the bytes of client states that were read from disk.

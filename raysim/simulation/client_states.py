@@ -42,8 +42,8 @@ class ClientStates:
     its job is aggregated. Scores and checkpoints use only committed states.
 
     stateful: False starts every job from the initial state.
-    budget: the most bytes of committed states in memory. If they need more, states of the clients
-    that have been idle longest are moved to `folder`.
+    budget: the most bytes of committed states in memory. Above this size, states of the clients
+    that have been idle longest move to `folder`.
     """
 
     def __init__(

@@ -130,14 +130,14 @@ class ScoreColumns:
         The columns are:
         - the score of the mean of all replicas,
         - if the set has several domains, the score of this mean in its worst domain,
-        - the average and the worst of the replicas' scores,
-        - the number of the best round, and the score of the mean of all replicas in this round.
+        - the average and the worst of the replicas' scores.
 
-        The last two columns exist for the main metric, if clients have validation samples. In the
-        best round, the clients' models had the best mean validation score.
+        For the main metric, if clients have validation samples, two columns follow: the number of
+        the best round, and the score of the mean of all replicas in this round. In the best round,
+        the clients' models had the best mean validation score.
 
-        mean: the metric's value for each test sample, from the mean of all replicas.
-        replicas: the same from each replica.
+        mean, replicas: the metric's value for each test sample, from the mean of all replicas and
+        from each replica.
         own: the columns with scores of the clients' models.
         """
         name = self.metric.name
