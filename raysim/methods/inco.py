@@ -184,6 +184,7 @@ class InCo(Method):
     clamp_max: the largest weight of the shallow update; the deeper update has the weight 1.
     value_clip: the largest absolute value in updates of the deeper layers, mixed or not; None for
     no bound.
+    eps: a small number that is added to divisors.
     """
 
     name = "inco"

@@ -160,6 +160,7 @@ class Vhl(Method):
     alpha: the weight of the cross-entropy of virtual images (the noise).
     gamma: the weight of the contrastive loss over real and virtual features.
     kappa: the weight of the contrastive loss over virtual features.
+    temperature: T, the temperature of both contrastive losses.
     virtual, virtual_batch: the number of all virtual images, and of those in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
     align_epochs: the number of epochs with the contrastive losses, from the start of a job. With
