@@ -36,11 +36,11 @@ def run_study(
     """Run the command of a study that the command line names, and end this process.
 
     The command line is `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
-    usage: the text that is printed for any other command line, with the exit status 1. None prints
-    nothing, with the exit status 0.
+    usage: the text for any other command line, with the exit status 1. None prints no text, with
+    the exit status 0.
     run_all: executes the runs of the study in FOLDER, with the overrides.
     collect: copies the numbers of the runs in FOLDER into a file of the repository.
-    write_page: makes the study's page from the file that `collect` has written.
+    write_page: makes the study's page from this file of the repository.
     """
 
     def program() -> None:

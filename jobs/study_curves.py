@@ -53,9 +53,9 @@ def draw_panel(
 
     Line and band contain only costs at which all seeds have a value. There are eight colours, so
     only the first eight names are drawn.
-    curves_of: one curve for each seed, by name. A curve is an array [points, 2]. Each row is a cost
-    and the score at this cost, in ascending order of the costs.
-    cost_label: the label of the horizontal, logarithmic axis, which shows the cost.
+    curves_of: for each name, the curves of its seeds. A curve [points, 2] has ascending costs in
+    the first column, and the scores at these costs in the second column.
+    cost_label: the label of the horizontal, logarithmic axis of costs.
     tick_format: the format of the costs on this axis, such as "{x:g}".
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter

@@ -1,11 +1,11 @@
 """Measure the cost of adapters: the CPU time of a job, or the memory of a run.
 
     uv run python -m jobs.benchmarks.adapters steps     a job in raysim, and in PyTorch with peft
-    uv run python -m jobs.benchmarks.adapters memory    peak memory of a run on Ray (only on Linux)
+    uv run python -m jobs.benchmarks.adapters memory    a run on Ray (only on Linux)
 
 Both commands measure each number format of raysim's frozen weights. raysim's CPU time should be at
-most 1.05 times that of the PyTorch loop, whose weights are float32. The peak memory is that of
-coordinator and workers together.
+most 1.05 times that of PyTorch, whose weights are float32. The memory is the peak of coordinator
+and workers together.
 """
 
 from __future__ import annotations

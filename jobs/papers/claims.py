@@ -75,7 +75,7 @@ class Claim:
 
     method, other: the overrides of the two methods, such as "method=fedbr method.fedbr.mu=0".
     settings: the settings at which we test the claim; the one with the largest runs is the last.
-    printed: where the paper prints the two scores; None if it does not print them.
+    printed: where the paper prints the two scores, or None.
     source: the figure or the equations that make the claim, such as "Figure 5b"; "" if `printed`
     names a table.
     deviations: True if the claim is about printed standard deviations, not means.

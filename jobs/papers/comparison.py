@@ -196,13 +196,13 @@ def compare(
 ) -> str:
     """Return a text with the numbers of a paper's table and our scores next to them.
 
-    The text tables of a data set begin with the configuration at which the user's runs fill the
-    most cells. The commands of missing runs come last.
+    The first text tables show the configuration at which the user's runs fill the most cells. The
+    commands of missing runs come last. Raise `RefusedError` for an unknown name.
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
     width: the largest number of characters in a line of a text table.
-    stored: raysim's stored runs, for cells in which the user has no run at the same configuration.
-    Raise `RefusedError` for an unknown name.
+    stored: raysim's stored runs. They fill cells without a run of the user at the same
+    configuration.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]

@@ -63,10 +63,10 @@ class Table:
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
     metric: which score the table has, and from which rounds it is computed.
-    deviation_of: the runs or rounds over which the printed deviations are taken, as a text; "" if
-    this is not known.
-    momentum: the paper's local momentum, by data set. {} if the paper states none, or one momentum
-    for all data sets.
+    deviation_of: a text about the runs or rounds over which the printed deviations are taken, or
+    "".
+    momentum: the paper's local momentum, by data set. {} if the paper states none, or one for all
+    data sets.
     notes: contradictions and missing information in the paper.
     """
 

@@ -276,11 +276,11 @@ class Server:
     ) -> None:
         """Aggregate the updates of jobs into the next version, and increase `version` by 1.
 
-        If all jobs failed, the next version has the same vector.
+        If all jobs failed, the vector stays the same.
 
         updates: an entry for each job, in the order of aggregation; None for a failed job.
-        sums: workers may have added up the deltas of several jobs. Then the updates of these jobs
-        have no delta, and `sums` has the sum by the numbers of the jobs.
+        sums: sums of deltas, by the job numbers of each sum. The updates of these jobs have no
+        delta.
         staleness: the staleness of each entry of `updates`.
         bases: the base versions of the updates, by version number.
         Raises AggregationError if the next version cannot be made.

@@ -1,9 +1,9 @@
 """Store the client states of checkpoints as a log of files; changed states go to new files.
 
 A file of the log is never changed. An index says which file contains the current state of each
-client. If most bytes of a file are old states, its current states are written to a new file. So the
-log needs at most about twice the space of all current states. Over a long run, a checkpoint writes
-at most about twice the size of the changed states.
+client. If most bytes of a file are old states, its current states go to a new file. So the log
+needs at most about twice the space of all current states. Over a long run, checkpoints write at
+most about twice the changed states.
 """
 
 from __future__ import annotations

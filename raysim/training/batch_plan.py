@@ -37,12 +37,12 @@ def make_plan(
 ) -> Plan:
     """Return the batches of a job, which are made of the selected samples.
 
-    The selected samples are shuffled and cut into batches. With `local.sampling=replacement`, each
-    batch is drawn from them with replacement.
+    The selected samples are shuffled and cut into batches, or drawn with replacement
+    (`local.sampling`).
 
     samples: the number of the client's training samples.
-    selected: the selected samples of each epoch: ascending positions from 0 to `samples` - 1. With
-    `local.steps`, the job has no epochs; each entry is for an interval of about equally many steps.
+    selected: for each epoch, the ascending positions of the selected samples. With `local.steps`,
+    intervals of about equally many steps take the place of epochs.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches: list[np.ndarray] = []
@@ -157,12 +157,12 @@ class BatchPlanner:
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the samples that a method selects for each epoch of a job; [] means all samples.
 
-        An entry has the ascending positions of an epoch's samples. With `local.steps`, the job has
-        `local.phases` intervals of steps in place of epochs, but at most one for each step. With
-        `needs_two_rows`, epochs of fewer than two samples are left out.
+        An entry has the ascending positions of an epoch's samples. With `local.steps`,
+        `local.phases` intervals of steps take the place of epochs, but at most one for each step.
+        With `needs_two_rows`, epochs of fewer than two samples are left out.
 
-        Raises ValueError if all epochs are left out. Also raises it if the method returns None for
-        a later epoch, but not for the first one.
+        Raises ValueError if all epochs are left out. Also raises it if the method selects samples
+        for the first epoch, but returns None for a later one.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -56,7 +56,7 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
 
     The chain may also contain flatten layers. It must meet these conditions:
     - It is the only network of the run.
-    - It has a linear layer, and the first linear layer gets one vector for each sample.
+    - It has linear layers, and the first one gets one vector for each sample.
     - All parameters are trained, and no layers share parameters.
     input_dims: the number of dimensions of a sample's input. With more than one, the first layer
     must flatten the input.

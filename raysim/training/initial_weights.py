@@ -191,13 +191,13 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        Personal tensors, frozen weights and unsaved buffers may be missing. With `init.only`, all
-        other tensors of `wanted` are needed. Without `init.only`, the file may also lack:
+        Personal tensors, frozen weights and unsaved buffers may be missing. Unless `is_partial`,
+        these tensors may be missing, too:
         - all tensors of a network other than "model";
-        - all adapters, but then it must have the frozen weights of the layers with adapters.
+        - all adapters, if the file has the frozen weights of the layers with adapters.
 
         wanted: the names of the tensors that shall start from the file.
-        available: the arrays in the file, for each tensor of `wanted` that the file has.
+        available: the arrays that the file has for the tensors of `wanted`.
         is_partial: True if `init.only` is set.
         """
         present = {name.partition(".")[0] for name in available} | {"model"}

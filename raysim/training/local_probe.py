@@ -20,9 +20,9 @@ PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
     """Measure a model that was just trained, and the model from which its training started.
 
-    The result has the trained model's accuracy on all `rows`. About `PROBE_FEATURES` of the rows
-    are drawn: equally many of each class, or all rows of a small class. For the drawn rows, the
-    result has the features of both models, and the class probabilities of the trained model.
+    The accuracy of the trained model is measured on all `rows`. Features of both models, and class
+    probabilities of the trained model, are stored for about `PROBE_FEATURES` rows: equally many of
+    each class, or all rows of a small class.
 
     trainer: its vector contains the trained model.
     rows: samples of the central test set, as rows of the data set.

@@ -137,14 +137,14 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     """Return columns of a history row: means of the probes' measures over all probed clients.
 
-    "local_accuracy_worst" is not a mean, but the lowest accuracy of a client. In the means, the
-    weight of a client depends on its probed samples. u of these samples have classes that the
-    client's training data lacks, and s have other classes. The weight is:
+    A client has u probed samples of classes that its training data lacks, and s of other classes.
+    Its weight in a mean is:
     - u for "unseen_probability" and "seen_share",
     - u * s for "feature_likeness",
-    - u + s for the other means.
+    - u + s for all other means.
 
-    Infinite and nan values are left out. A column is None if no value is left.
+    "local_accuracy_worst" is not a mean, but the lowest accuracy of a client. Infinite and nan
+    values are left out. A column is None if no value is left.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

@@ -179,13 +179,11 @@ class Sizes:
 class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
-    ctx: the context of the job in ordinary steps. Here, `tables` and `rate` replace its tensors and
-    its learning rate.
+    ctx: the context in ordinary steps. `tables` and `rate` replace its tensors and learning rate.
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
-    reads: the object to which the names of all read values are added.
-    frozen_vector: function that returns the vector of a frozen copy of the networks, by the name of
-    the copy.
+    reads: the object that collects the names of the values that hooks read.
+    frozen_vector: returns the vector of a frozen copy of the networks, by the name of the copy.
     iteration: a stack that the caller closes at the end of the step, to reset the frozen copies.
     """
 

@@ -69,9 +69,9 @@ class Faults:
 
     tolerate: the largest share of an aggregation's jobs that may fail; above it, the run stops.
     norm: the largest norm of an update; None allows any finite norm.
-    timeout: a worker is replaced if it does not answer for this many seconds; None waits forever.
-    node_timeout: a node counts as lost if it does not answer for this many seconds, and workers of
-    other nodes get its jobs. None waits until Ray declares the node dead.
+    timeout: a worker that does not answer for this many seconds is replaced; None waits forever.
+    node_timeout: a node that does not answer for this many seconds counts as lost, and other
+    workers get its jobs. None waits until Ray declares the node dead.
     """
 
     tolerate: float = 0.1

@@ -115,11 +115,10 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
     Some settings of local training allow only one lane (`_unbatched_steps`). Recorded steps on a
-    GPU have several lanes, except for large models. Unrecorded steps have several lanes if all
-    these conditions hold:
+    GPU have several lanes, except for large models. Unrecorded steps have several lanes if:
     - Batched products can compute the steps on a CPU (`_obstacle`).
     - Model and loss are part of raysim, and the model is small.
-    - `concurrency` is not small, and the median client has at least four batches of samples.
+    - `concurrency` is not small, and the median client has at least four batches.
 
     concurrency: the number of clients in flight.
     """

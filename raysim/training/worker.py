@@ -173,11 +173,11 @@ class Worker(SeparateSums):
         return a tuple: the `TrainingResult`, and then the final client state of each job. A failed
         job ends with the state from which it started.
 
-        groups: the job numbers of each group. The result has the sum of each group, unless all jobs
-        of the group failed. The updates of these jobs have no delta.
+        groups: the job numbers of each group. The result has the sum of each group in place of the
+        deltas of its jobs. A group whose jobs all failed has no sum.
         versions: the number of published versions in `values`.
-        values: the published versions, and then, if clients have states, one client state for each
-        job. None means the initial state, or that this worker has the state.
+        values: the published versions, and then one client state for each job, if clients have
+        states. None means the initial state, or that this worker has the state.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])

@@ -48,8 +48,7 @@ class Layout:
     entries: parameters and floating buffers, by position in the vector.
     counters: integer buffers, by position in a second vector.
     trained: the length of the shared parameters.
-    shared: `trained` plus the length of the shared floating buffers. The entries up to this length
-    travel between server and clients.
+    shared: the length of what travels: `trained` plus the length of the shared floating buffers.
     total: `shared` plus the length of the personal parameters and floating buffers.
     shared_counters, total_counters: the lengths of the shared and of all integer buffers.
     """

@@ -1,9 +1,9 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-In shapes, d is the length of a vector. Leaf i of the tree is vector i times its weight, rounded. A
-part of the tree has a level and an index. Its leaves are those from index * 2**level up to, but
-without, (index + 1) * 2**level. The sum of a part is the sum of its two halves, rounded. A missing
-leaf adds nothing. The tree is fixed, so the bits do not depend on which process adds up which part.
+Leaf i of the tree is vector i times its weight, rounded. A part of the tree has a level and an
+index. Its leaves are those from index * 2**level up to, but without, (index + 1) * 2**level. The
+sum of a part is the sum of its two halves, rounded. Missing leaves are left out. The bits do not
+depend on which process adds up which part. In shapes, d is the length of a vector.
 """
 
 from __future__ import annotations

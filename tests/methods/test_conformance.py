@@ -151,7 +151,7 @@ class Row:
     """A method with small settings, and what the tests expect of it.
 
     make: returns the method.
-    plain: variants of the method that equal FedAvg. Each key is a text about the variant.
+    plain: variants of the method that equal FedAvg, by a text about the variant.
     uploads: the tensors that clients upload in addition to the update.
     personal: True if parameters stay on the clients.
     private: True if the method has client state that no message may contain.

@@ -61,11 +61,11 @@ class Nodes(InProcess):
     """A runtime in one process whose workers act as if they were on several nodes.
 
     nodes: the node of each worker.
-    least: the nodes add up updates only if the model has at least this number of parameters.
+    least: nodes add up updates only if the model has at least this number of parameters.
 
-    The runtime records the calls of a run:
+    The object records the calls of a run:
     trained: the name of the called method and the worker's node, for each training call.
-    added: the node and the number of sums to add up, for each call of `add_up`.
+    added: the node and the number of sums, for each call of `add_up`.
     vectors: the number of vectors in each object that the coordinator fetched.
     """
 

@@ -62,12 +62,12 @@ def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float
     """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
     All clients train in each round, as in the paper. `best_bipartition` divides a cluster into two
-    parts. Clusters of one or two clients are never split.
-    mean_norm: a cluster is split only if the norm of its mean update is below this value.
-    max_norm: a cluster is split only if the largest norm of its updates is above this value.
-    most: the largest number of clusters.
-    gamma: a cluster is split only if gamma < sqrt((1 - c) / 2). c is the largest cosine similarity
-    between updates of different parts.
+    parts. A cluster is split only if it has more than two clients and meets these conditions:
+    mean_norm: the norm of the cluster's mean update is below this value.
+    max_norm: the largest norm of the cluster's updates is above this value.
+    most: there are fewer clusters than this number.
+    gamma: sqrt((1 - c) / 2) is above this value. c is the largest cosine similarity between updates
+    of different parts.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
     counts = []

@@ -117,11 +117,9 @@ def with_fedcm(
     """Compute a run of FedCM (Algorithm 1) with any function for local training.
 
     Each parameter has its own learning rate and number of steps. Models have equal weights.
-    client(job, x, correct): trains from the received parameters x, and returns the trained
-    parameters. In each step, it must use the gradients that correct(parameters, gradients) returns.
-    Its optimizer must add weight decay to them.
+    client, factor: as in `with_scaffold`. The client's optimizer must add weight decay to the
+    gradients that `correct` returns.
     alpha: the weight of the gradient. The weight of the server's direction is 1 - alpha.
-    factor(name): the learning rate of a parameter, divided by that of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}

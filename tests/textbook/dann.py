@@ -51,8 +51,7 @@ def dann(
     otherwise extractor and classifier.
     rate: the discriminator's learning rate, divided by that of the run; 1 with `reversal`.
     reversal: True trains discriminator, extractor and classifier in each step.
-    rounds: a function of `textbook.corrected`, which corrects the clients' gradients or, with
-    `alone`, does not.
+    rounds: the function of `textbook.corrected` that makes the rounds, such as `with_scaffold`.
     """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 

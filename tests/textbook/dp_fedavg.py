@@ -30,9 +30,9 @@ def dp_fedavg(
     m: the number of clients in a round.
     z: the noise multiplier. With a constant bound, the noise has the standard deviation z c.
     c: the clipping bound in the first round.
-    gamma: the bound adapts so that this fraction of the updates is not clipped. None: it stays c.
+    gamma: the fraction of unclipped updates to which the bound adapts; None keeps the bound c.
     eta: the rate at which the bound adapts.
-    s: the standard deviation of the noise on the number of unclipped updates. None: max(m / 20, z).
+    s: the standard deviation of the noise on the number of unclipped updates; None: max(m / 20, z).
     """
     bounds, shares, state = [], [], {"c": c}
     s = max(m / 20, z) if s is None else s

@@ -28,10 +28,10 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
     """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
     A client's first job starts from the received parameters. Each later job starts from a mixture
-    of the received parameters and the client's last trained parameters. Each parameter has its own
-    weight in the mixture, from 0 to 1. The client trains the weights before the job.
+    of the received parameters and the client's last trained parameters. Before the job, the client
+    trains the weights of the mixture: one for each parameter, from 0 to 1.
     rate: the learning rate of the weights.
-    share: the fraction of the client's samples that are used to train the weights.
+    share: the fraction of the client's samples that train the weights.
     top: the module that is mixed.
     """
     x, names = dict(world.start), trainable(world.start, top)

@@ -55,7 +55,7 @@ def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float,
     """Return FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
     Row j of z_p is pulled to row j of z_g, and pushed away from row (j mod B) of z. If there is a
-    projector, the loss compares the projector's outputs for these features.
+    projector, its outputs for these features are compared.
     p: the tensors of all modules.
     z_p, z_g: [R, F], features of the pseudo-data from the trained and from the received extractor.
     z: [B, F], the features of the batch.
@@ -191,13 +191,11 @@ def fedbr(
 
     The max step changes the projector to increase the loss of `contrast`. The min step changes
     extractor and classifier to decrease all losses. Without a projector, or with max_step=False,
-    there is only the min step. All modules are averaged. Arguments that are not listed are settings
-    of raysim's class `FedBR`.
+    there is only the min step. All other arguments are settings of raysim's class `FedBR`.
     lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
     pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
     mixup: True first mixes the rows of each batch in pairs.
-    rounds: a function of `textbook.corrected`, which corrects the clients' gradients or, with
-    `alone`, does not.
+    rounds: the function of `textbook.corrected` that makes the rounds, such as `with_scaffold`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

@@ -1,11 +1,10 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1.
 
 The uncertainty alpha_i of a sample is 1 minus the range of its class probabilities. A sample is
-unbiased if its loss S_i is at most that of the most uncertain sample. Epoch e uses all unbiased
-samples and a fraction a_e of the biased samples.
+unbiased if its loss S_i is at most that of the most uncertain sample.
 
-If the number of steps is fixed, a job has `phases` parts of steps in place of epochs. With
-BatchNorm, a last batch of one sample is left out, unless it is the only batch.
+If the number of steps is fixed, a job has `phases` parts in place of epochs. With BatchNorm, a last
+batch of one sample is left out, unless it is the only batch.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def fedbss(
 ) -> Book:
     """Compute a run of FedBSS: FedAvg with equal weights, and with selected samples.
 
-    From version `warmup` on, epoch e uses all unbiased samples (`split`) and a fraction a_e of the
-    biased samples. Jobs with earlier versions use all samples.
+    From version `warmup` on, epoch e of a job uses all unbiased samples (`split`) and a fraction
+    a_e of the biased samples.
     kind: how a_e grows with e, a key of `FRACTION`. "all" always uses all samples.
     refresh: the client computes losses and uncertainties in its first job after the warm-up, and
     then in every `refresh`-th job.
-    fraction_of: "samples" selects biased samples, as described. "loss" uses all samples, and
-    multiplies the losses of the biased samples by a_e.
+    fraction_of: "samples", as described. "loss" uses all samples, and multiplies the losses of
+    biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -129,9 +128,8 @@ def batches(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
-    Epoch e uses the first `unbiased` samples of `order`, and then the fraction a_e of all other
-    samples (eq. 6), rounded down. With a fixed number of steps, a job has phases in place of
-    epochs.
+    Epoch e uses the first `unbiased` samples of `order`, and the fraction a_e of all others (eq.
+    6), rounded down. With a fixed number of steps, a job has phases in place of epochs.
     order: the positions of the client's samples, in ascending order of loss.
     unbiased: the number of samples that every epoch uses.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".

@@ -53,10 +53,10 @@ def fedcda(
 
     memory: the number of models in a client's cache.
     batches: the number of groups of clients for which models are selected one after another.
-    smoothness: the weight of the models' squared distances from their mean, in the objective.
+    smoothness: the weight of the models' distances from their mean, in the objective.
     warmup_rounds: the number of first aggregations that select the newest model of each client.
-    everybody: True: these first aggregations average over all clients that have sent a model.
-    False: they average over the clients whose updates arrive.
+    everybody: True: these aggregations average over all clients that have sent a model. False: they
+    average over the clients whose updates arrive.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}

@@ -20,9 +20,9 @@ def feddyn(world: World, alpha: float) -> Book:
 
         task loss - <g_k, y_k> + alpha/2 |y_k - x|^2
 
-    Each job subtracts alpha (y_k - x) from g_k. Each round subtracts alpha / N times the sum of all
-    y_k - x from the drift h. Then the next x is the mean of all y_k, minus h / alpha. All g_k and h
-    start at 0.
+    A job subtracts alpha (y_k - x) from g_k. A round subtracts alpha / N times the sum of all y_k -
+    x from the drift h. The next x is the mean of all y_k, minus h / alpha. All g_k and h start at
+    0.
     """
     x, names = dict(world.start), trainable(world.start)
     g = {

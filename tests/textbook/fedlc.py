@@ -44,8 +44,8 @@ def fedlc(
     tau: the scale of the margins tau n_c^(-1/4).
     others: True leaves the true class out of the sum over classes, as in the paper.
     floor: smaller n_c are raised to this number. With 0, classes without samples are left out.
-    mixed: the parameter alpha of Mixup; None: no Mixup. A mixed sample has two labels. Its loss is
-    the weighted mean of the losses for both labels.
+    mixed: the parameter alpha of Mixup; None: no Mixup. A mixed sample has two labels and the
+    weighted mean of two losses.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

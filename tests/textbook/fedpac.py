@@ -97,7 +97,7 @@ def fedpac(
     head_epochs: the number h of passes over the samples that train the head, in at most h / (h + 1)
     of the job's steps.
     factor: the learning rate of the head, divided by that of the run.
-    least: weights of heads up to this value become 0 (`mixture`).
+    least: weights of heads up to this value become 0.
     """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}

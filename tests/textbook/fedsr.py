@@ -88,9 +88,10 @@ def fedsr(
     """Compute a run of FedSR, which is FedAvg with two penalties in the local loss.
 
     The representation z of an input is normally distributed. Each class has a reference, which is a
-    learned normal distribution. c is a learned number.
+    learned normal distribution.
     alpha_l2r: the weight of the mean norm of z.
-    alpha_cmi: the weight of the KL divergence of c z from the reference of the input's class.
+    alpha_cmi: the weight of the KL divergence of c z from the reference of the input's class. c is
+    a learned number.
     probabilistic: False computes FedL2R, without noise and KL divergence.
     share_reference: True averages the references and c on the server.
     """

@@ -111,13 +111,12 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Compute a run of PartialFed, in which each layer of a job starts from one of two models.
+    """Compute a run of PartialFed, in which a job loads each layer from one of two models.
 
-    One is the received model, and one is the model that the client trained in its last job. In a
-    first job, all layers start from the received model.
-    mask: True for layers that start from the received model.
-    most: after more than this number of versions since the client's last job, all layers start from
-    the received model.
+    These are the received model and the last model, which the client trained in its last job.
+    mask: True for layers of the received model, False for layers of the last model.
+    most: the largest number of versions since the last job. After more versions, and in a first
+    job, all layers come from the received model.
     mu: the weight of FedProx's term, whose reference is the start of the job.
     policy: the settings of a policy that chooses in place of `mask`; None uses `mask`.
     """

@@ -26,11 +26,11 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
     """Compute a run of pFedMe, in which each client trains personal parameters theta.
 
     For each batch, theta starts at the client's copy w of the shared parameters, and makes `steps`
-    gradient steps with the penalty lam/2 |theta - w|^2. Then w makes one step towards theta. A
-    client is scored with its last theta.
+    gradient steps with the penalty lam/2 |theta - w|^2. Then w makes a step towards theta. A client
+    is scored with its last theta.
     rate: the learning rate of theta.
-    beta: the next shared parameters are beta times the mean of all w, plus 1 - beta times the old
-    shared parameters.
+    beta: the weight of the mean of all w in the next shared parameters. The old shared parameters
+    have the weight 1 - beta.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()

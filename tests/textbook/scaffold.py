@@ -1,11 +1,11 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor for momentum.
 
 The change of a client's parameters is divided by K'. Without momentum, K' is the number of steps.
-With momentum, K' is larger, because a gradient also moves the parameters in later steps.
+With momentum, it is larger, because a gradient also moves the parameters in later steps.
 
-The weights of models are equal, as in the paper, unless the run weighs by samples. Changes of
-control variates always have equal weights. A client with a stale model uses the server's control
-variate of the same version.
+Models have equal weights, as in the paper, unless the run weighs by samples. Changes of control
+variates always have equal weights. A client with a stale model uses the server's control variate of
+the same version.
 """
 
 from __future__ import annotations

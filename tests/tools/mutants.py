@@ -451,7 +451,7 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
     """Run trials in parallel, at most one at a time in each copy of the working tree.
 
     trials: functions that take the folder of a copy and return a generator. The generator yields
-    requests to run tests (`Asked`). For each request, it receives a dictionary:
+    requests to run tests (`Asked`), and receives a dictionary for each request:
     - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (too much
       time or memory).
     - "first": the first test that failed, or another reason.

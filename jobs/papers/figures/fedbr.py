@@ -182,8 +182,8 @@ def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     """Return panels about a start model, and about the model that one client trains from it.
 
     A run of FedAvg with one round begins with the start model. The client is the one with the
-    fewest classes in this run. The panels show the features of both models, and the mean output of
-    the client's model on classes that the client lacks, if there are any.
+    fewest classes. The panels show the features of both models, and the mean output of the client's
+    model on classes that the client lacks, if there are any.
     epochs: the epochs of the centralized training of the start model; 0 takes FedAvg's final model.
     overrides: overrides of the run with one round.
     """

@@ -35,9 +35,9 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
     """Return two panels with the values of a history column in each round.
 
-    The first panel is about data with unevenly distributed labels, the second about data with 50 %
-    wrong labels. Each panel compares three ways of training: on all samples, on the half with the
-    lowest losses, and on the half with the highest losses.
+    The first panel is about unevenly distributed labels, the second about 50 % wrong labels. Both
+    panels compare three ways of training: on all samples, on the half with the lowest losses, and
+    on the half with the highest losses.
     column: the name of the column, in which {} stands for the name of the method.
     factor: the factor on the values.
     y: the label of the vertical axis.
