@@ -190,32 +190,61 @@ def _compose_by_hydra(
     lists, mentioned = _read_preset(preset, groups)
     lists |= {group: chosen[group] for group in LISTS if group in chosen}
     changed = mentioned & {*chosen, *(LISTS if has_preset else ())}
-    has_user_files = len(config_roots(folders)) > 1
+    roots = tuple(config_roots(folders))
+    has_user_files = len(roots) > 1
+    # A user's file may set values of another group than its own. In raysim's own files, methods and
+    # observers set only their own values, so all lists of methods share one composition.
+    for_hydra = {**chosen} if has_user_files else {**chosen, **dict.fromkeys(LISTS, ())}
+    options = tuple((group, tuple(names)) for group, names in for_hydra.items())
+    values, choices = pickle.loads(_compose_options(options, groups, roots))
+    choices |= {group: lists.get(group, []) for group in LISTS}
+    if not has_user_files:
+        for group in LISTS:
+            values[group] = _add_options(group, choices[group], values[group], groups)
+
+    chosen_values: Node = {}
     # With a preset, only the keys of the chosen options count. In raysim's own files they are those
     # of the files, and reading these takes much less time than another composition.
-    is_from_files = has_preset and not has_user_files
-    chosen_values: Node = {}
-    with _start_hydra(config_roots(folders)):
-        config = hydra.compose(
-            "config", overrides=_hydra_overrides(chosen), return_hydra_config=True
-        )
-        choices = {
-            group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group
-        }
-        choices |= {group: lists.get(group, []) for group in LISTS}
-        if is_from_files:
-            for group in sorted(changed):
-                names = choices[group] if group in LISTS else [choices[group]]
-                chosen_values[group] = dict.fromkeys(_option_keys(group, names, groups))
-        elif changed:
-            options = []
-            for group, name in choices.items():
-                if name is not None and group != "experiment":
-                    options.append((group, tuple(name if group in LISTS else [name])))
+    if has_preset and not has_user_files:
+        for group in sorted(changed):
+            names = choices[group] if group in LISTS else [choices[group]]
+            chosen_values[group] = dict.fromkeys(_option_keys(group, names, groups))
+    elif changed:
+        used = []
+        for group, name in choices.items():
+            if name is not None and group != "experiment":
+                used.append((group, tuple(name if group in LISTS else [name])))
+        with _start_hydra(roots):
             chosen_values = _values_without_preset(
-                tuple(options), tuple(sorted(changed)), has_user_files
+                tuple(used), tuple(sorted(changed)), has_user_files
             )
-    return Composition(_values(config), chosen_values, choices)
+    return Composition(values, chosen_values, choices)
+
+
+@functools.lru_cache(maxsize=64)
+def _compose_options(options: Options, groups: Groups, roots: tuple[Path, ...]) -> bytes:
+    """Compose the files of the chosen options with Hydra.
+
+    Return the pickle of two dictionaries: the values, and the option of each group.
+    """
+    overrides = _hydra_overrides(dict(options))
+    with _start_hydra(roots):
+        config = hydra.compose("config", overrides=overrides, return_hydra_config=True)
+    choices = {
+        group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group
+    }
+    return pickle.dumps((_values(config), choices))
+
+
+def _add_options(group: str, names: Sequence[str], preset_values: Node, groups: Groups) -> Node:
+    """Return the values of the chosen options of "method" or "observer", by name.
+
+    The result also has the preset's values for options that are not chosen.
+    names: the chosen options, which have only raysim's own files.
+    preset_values: the values that a preset sets, by name.
+    """
+    parts = [node for name in names for _, node in _option_files(groups, group, name)]
+    return cast(Node, OmegaConf.to_container(OmegaConf.merge(*parts, preset_values)))
 
 
 def _values_without_preset(options: Options, groups: tuple[str, ...], has_user_files: bool) -> Node:
