@@ -25,12 +25,12 @@ class ClientState(Generic[T]):
 
     T is a tensor on a worker, a NumPy array elsewhere.
 
-    personal: floats of networks that stay on the client, [layout.personal]: parameters, then
-    buffers such as running means.
+    personal: [layout.personal], the floats that stay on the client: parameters, then buffers such
+    as running means.
     counters: int64, one vector of all integer buffers that stay on the client, such as counts of
     batches.
-    methods: the methods' client state by "method.name", such as "scaffold.control". If the client
-    keeps its optimizer, the optimizer's state is here, too; its names begin with "local.kept.".
+    methods: the methods' client state by "method.name", such as "scaffold.control". The state of a
+    kept optimizer is here, too, under names that begin with "local.kept.".
     """
 
     personal: T

@@ -1,23 +1,24 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
-A compressor encodes clients' updates ("up"), the server's step ("down"), or both. Server and
-clients add the same decoded step. BatchNorm statistics and tensors of methods are not compressed.
+A server's step is the change of the shared parameters in an aggregation. Server and clients add the
+same decoded step. BatchNorm statistics and tensors of methods are not compressed.
 
-Let v be the vector to send, C(v) the vector that the receiver decodes, and m a memory that starts
-at 0:
+Let v be the vector to send, and m the sender's memory, which starts at 0. Encoding and decoding
+turn a vector x into C(x):
 
-    none   send v:      the receiver gets C(v)
-    ef21   send v - m:  the receiver gets m + C(v - m); the next m is what it gets
-    ef14   send v + m:  the receiver gets C(v + m); the next m is v + m - C(v + m)
+    feedback   encoded   the receiver gets   the next m
+    none       v         C(v)                (no memory)
+    ef21       v - m     m + C(v - m)        m + C(v - m)
+    ef14       v + m     C(v + m)            v + m - C(v + m)
 
-Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021). If both directions are
-compressed, it is EF21-BC (Fatkhullin et al., 2021). ef14 is the error feedback of Seide et al.
-(Interspeech 2014), as analysed by Karimireddy et al. (ICML 2019).
+Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021). In both directions, it is
+EF21-BC (Fatkhullin et al., 2021). ef14 is the error feedback of Seide et al. (Interspeech 2014), as
+analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
 - In the papers, v is a gradient. Here v is a client's update or the server's step.
-- EF21's server averages the latest decoded vectors of all clients. Here it aggregates the updates
-  of the clients that took part, with their usual weights.
+- EF21's server averages the latest decoded vectors of all clients. Here the server aggregates only
+  the clients that took part, with their usual weights.
 - A client's memory changes only when its update is aggregated.
 """
 
@@ -120,15 +121,15 @@ class Compressor(Method):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Send a vector with error feedback: encode it, decode the message, update the memory.
+        """Encode a vector with error feedback, decode the message, and update the memory.
 
-        The docstring of `raysim.api.compression` has the formulas. Decoded vectors are multiplied
-        by `contraction`.
+        The docstring of `raysim.api.compression` has the formulas. With "ef14" and "ef21", C
+        includes the factor `contraction`.
         values: the vector to send, [layout.trained]. It may be overwritten.
         memory: the sender's memory, [layout.trained]; empty means 0. Do not change it.
         key: a random number below 2^63 for `encode`, a new one for each message.
-        kept: the tensor on the CPU that `encode` gets. `keep` returned it after the sender's last
-        message, or `initial` if this is the first message.
+        kept: on the CPU, the result of `keep` for the sender's previous message. For the first
+        message, it is the result of `initial`.
         """
         # A subclass may override this function with a faster one that has the same results. Its own
         # subclasses that override `encode` must then override this function as well.

@@ -105,10 +105,9 @@ class Batch:
     inputs: [B, ...].
     targets: labels [B, ...], such as int64 [B] for classes, or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: with Mixup, the labels [B, ...] of each row's first and second sample, and the weight []
-    of the first; else None.
-    rows: the inputs that methods passed to `add_rows`, by the name of the method; None if there
-    are none.
+    pair: with Mixup, (first, second, weight), else None. Each row mixes two samples: `first` and
+    `second` are their labels [B, ...], and `weight` [] is that of the first sample.
+    rows: the inputs passed to `add_rows`, by the name of the method; None if there are none.
     """
 
     # Not frozen: a frozen dataclass takes longer to create, and there is a `Batch` for each batch.
@@ -135,12 +134,12 @@ class Stage:
 
     name: hooks read it as `job.stage.name`. Stages of different names have different optimizers.
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
-    loss: returns this stage's loss from a `LocalJob` and `Outputs`. None uses the task loss, to
-    which methods add terms.
+    loss: a function of a `LocalJob` and `Outputs` that returns the loss. None means the task loss
+    with the terms of methods.
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
     rate: the factor on the learning rate.
-    modes: for names of networks or modules, True for train mode and False for eval mode. The modes
-    are set in the order of the mapping.
+    modes: True for train mode or False for eval mode, by the name of a network or module. The modes
+    are set in this order.
     """
 
     name: str = "task"
@@ -166,21 +165,23 @@ class Context:
     participation: the number of this client's earlier jobs that were dispatched.
     version: the number of the base version.
     samples: the number of the client's training samples.
-    rate: the learning rate of this job; `step_factor` is the factor on it in the current step.
-    received: [layout.shared], the received version, to which the update is relative.
+    rate: the learning rate of this job.
+    step_factor: the factor on `rate` in the current step.
+    received: [layout.shared], the version that the client received.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
-    base: [layout.shared], the start of training: `received`, unless a method changed it.
+    base: [layout.shared], the values at the start of training; `received`, unless a method changed
+    them.
     download: the tensors that the client received with the model.
-    state: the client state; entries are replaced and never changed in place.
+    state: the client state. Replace entries, and never change them in place.
     upload: the tensors that the client sends with its update.
     report: columns of the history; a client does not send them.
     draws: the tensors of `Setup.draw`, one for each step.
     step: the number of the current batch, from 0.
     kept: the values in `LocalJob.scratch`.
     start: the client's personal tensors before the first step.
-    plan: the batches of this job; set after the hook `begin`.
-    losses: [steps with the task loss], the task losses without terms of methods; set after the last
-    step, for the hook `end`.
+    plan: the batches of this job, known after the hook `begin`.
+    losses: the task losses without terms of methods, one for each step that has the task loss. They
+    are known in the hook `end`.
     views: the `LocalJob` of each method, by the name of the method.
     """
 

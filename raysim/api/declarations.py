@@ -40,19 +40,18 @@ class Task:
     num_classes: the number of classes, or of outputs if labels are not classes.
     clients: the number of all clients, including unseen ones.
     dtype: the type of all floats.
-    kind: decides the usual loss and metrics.
+    kind: decides the usual loss and the usual metrics.
     tokens: the number of different tokens for sequences of token numbers; else None.
-    scored_by: the main metric; None means the first of `scores`, or the usual one.
-    loss: returns a loss for each sample [B] from outputs [B, C] and labels; None means the usual
-    one.
-    scores: the metrics to compute; () means `scored_by`, or the usual ones.
-    lower: the user's metrics for which a lower score is better.
+    scored_by: the main metric. None means the first one of `scores`, or of the usual metrics.
+    loss: a function from outputs [B, C] and labels to losses [B]; None means the usual loss.
     unseen: the number of unseen clients.
+    scores: the metrics to compute, with `scored_by` in addition. () without `scored_by` means the
+    usual ones.
+    lower: the user's metrics for which a lower score is better.
     label_shape: the shape of one label: () for a class per sample, (height, width) for a class per
     pixel.
     has_unlabelled: True if some samples have no class.
-    targets: the arrays of a label that is a dictionary or a list, such as boxes and classes; else
-    ().
+    targets: the arrays of structured labels, such as boxes and classes; () for other labels.
     """
 
     shape: tuple[int, ...]
@@ -190,14 +189,14 @@ class Evaluation:
     every: aggregations between two evaluations, at least 1; the last version is always evaluated.
     clients: the number of clients that are drawn for each evaluation, or "all".
     common: True also scores client models on the central test set.
-    probe: aggregations between two probes; 0 means never. A probe stores features and outputs of
-    clients' trained models before they are aggregated.
+    probe: aggregations between two probes; 0 means never.
     probe_rows: the approximate number of samples of the central test set for a probe.
     decompose: aggregations between two loss decompositions (`raysim.methods.loss_decomposition`); 0
     means never.
     decompose_rows: the largest number of a client's training samples for a loss decomposition.
-    metrics: the metrics to compute; [] means `metric`, or the usual ones.
-    metric: the main metric, always computed; None means the first of `metrics`, or the usual one.
+    metrics: the metrics to compute, with `metric` in addition. [] without `metric` means the usual
+    ones.
+    metric: the main metric. None means the first one of `metrics`, or of the usual metrics.
     lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that are never trained. Their scores are in separate columns.
     """
@@ -252,29 +251,29 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "muon" trains parameters with fewer than two dimensions with AdamW.
+    optimizer: the kind of optimizer. "muon" uses AdamW for parameters with fewer than two
+    dimensions.
     lr: the learning rate.
     momentum, nesterov: only for "sgd".
     clip: the largest norm of a gradient; 0 for no limit.
     lr_decay: the factor on the learning rate for each version.
     schedule: a further change of the learning rate; `Local.rate` has the formulas.
-    schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
-    schedule_rounds: the version at which "cosine" and "linear" end, with `schedule_over="rounds"`.
-    In all other cases it may be None.
+    schedule_rounds: the version at which "cosine" and "linear" end. Only schedule_over="rounds"
+    uses it; None elsewhere.
     final_lr: the learning rate at the end of "cosine" and "linear".
-    drop_every: with "step", the number of versions or steps between two drops of the learning rate.
-    Other schedules allow None.
-    drop_factor: with "step", the factor on the learning rate at each drop.
+    drop_every: for "step", versions or steps between two drops of the learning rate; else None.
+    drop_factor: for "step", the factor on the learning rate at each drop.
     warmup_rounds: the number of versions at the start in which the learning rate grows.
+    schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
     warmup_steps: the number of steps at the start of each job in which the learning rate grows.
-    rates: factors on the learning rate of "head", "body", "adapters", or a module or parameter by
-    its full name.
+    rates: factors on the learning rate, by "head", "body", "adapters", or the full name of a module
+    or parameter.
     epochs: the number of passes of a job over the client's samples; None with `steps`.
     steps: the number of batches of a job; None with `epochs`.
     sampling: "shuffle" makes passes in a new random order; the last batch of a pass may be smaller.
     "replacement" draws every batch at random, with replacement.
-    phases: with `steps`, the number of parts of a job, at most `steps`. Methods that select samples
-    for each epoch then select samples for each part.
+    phases: the number of parts of a job with `steps`, at most one part for each step. A method that
+    selects samples for each epoch selects them for each part instead.
     keep_optimizer: True keeps a client's optimizer state for the client's next job.
     """
 
@@ -371,16 +370,16 @@ class Local:
     def rate(self, version: int) -> float:
         """Return the learning rate of a job that starts from this version.
 
-        Let W be `warmup_rounds`, T `schedule_rounds`, t = max(0, version - W), and T' = T - W:
+        The rate is s * lr_decay^version * w. The warm-up w is (version + 1) / (W + 1) if version <
+        W = `warmup_rounds`, else 1. `schedule` decides s. Let T be `schedule_rounds`, and x =
+        (version - W) / (T - W), limited to 0 to 1:
 
             constant   lr
-            cosine     final_lr + (lr - final_lr) (1 + cos(pi t / T')) / 2
-            linear     lr + (final_lr - lr) t / T'
+            cosine     final_lr + (lr - final_lr) (1 + cos(pi x)) / 2
+            linear     lr + (final_lr - lr) x
             step       lr drop_factor^floor(version / drop_every)
 
-        After T, cosine and linear give final_lr. The result is multiplied by lr_decay^version and,
-        if version < W, by (version + 1) / (W + 1). With `schedule_over="steps"`, "constant" is used
-        here, and `step_factors` has the schedule.
+        With `schedule_over="steps"`, s is lr, and `step_factors` has the schedule.
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":
@@ -395,17 +394,19 @@ class Local:
     def step_factors(self, steps: int) -> list[float] | None:
         """Return the factor on the job's learning rate for each step.
 
-        With `schedule_over="rounds"` and `warmup_steps=0`, all factors are 1; return None then.
+        Return None if the learning rate is the same in all steps, because `schedule_over` is
+        "rounds" and `warmup_steps` is 0.
 
-        The factor of step k = 0, ..., steps - 1 is a(k) s(k). The warm-up a(k) is (k + 1) /
-        (warmup_steps + 1) for k < warmup_steps, and then 1. With `schedule_over="rounds"`, s(k) is
-        1. Otherwise `schedule` decides. Let f = final_lr / lr, t = max(0, k - warmup_steps) and T =
-        max(1, steps - warmup_steps):
+        The factor of step k, from 0, is s * w. The warm-up w is (k + 1) / (W + 1) if k < W =
+        `warmup_steps`, else 1. `schedule` decides s. Let f be final_lr / lr, and x = (k - W) /
+        max(1, steps - W), limited to 0 to 1:
 
             constant   1
-            cosine     f + (1 - f) (1 + cos(pi t / T)) / 2
-            linear     1 + (f - 1) t / T
+            cosine     f + (1 - f) (1 + cos(pi x)) / 2
+            linear     1 + (f - 1) x
             step       drop_factor^floor(k / drop_every)
+
+        With `schedule_over="rounds"`, s is 1.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None

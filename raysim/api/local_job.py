@@ -25,18 +25,17 @@ class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
     Names are short: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control". An
-    undeclared name in `state` or `upload` raises HookError. `job.params` has all parameters in one
-    flat vector; the hook `gradient` gets positions in this vector as a slice `at`.
+    undeclared name in `state` or `upload` raises HookError.
 
     state: the client state (`Setup.client_state`). Assign new values; never change tensors in
     place.
     received: the tensors that came with the model (`Setup.send`).
-    upload: the tensors that the client sends with its update (`Setup.upload`); assign them in
-    `end`.
-    report: numbers for the history, which are not sent: `job.report["gap"] = 0.1` adds the column
-    "METHOD.gap" with the method's name.
-    scratch: values that the method needs until the end of this job. Values that hooks of a batch
-    read must be tensors.
+    upload: the tensors that the client sends with its update (`Setup.upload`). Assign them in the
+    hook `end`.
+    report: numbers for the history, which the client does not send. `job.report["gap"] = 0.1` of
+    SCAFFOLD fills the column "scaffold.gap".
+    scratch: values that the method needs until the end of this job. The hooks of a batch must find
+    only tensors in it.
     """
 
     __slots__ = ("context", "method", "received", "report", "scratch", "state", "upload")
@@ -307,15 +306,15 @@ class LocalJob:
 class PersonalModel:
     """A client's model that is about to be scored: the argument of the hook `personalise`.
 
-    The hook changes `vector` in place, so that it becomes the client's personalised model. `vector`
-    has the shared and the personal parameters.
+    The hook turns `vector`, the shared and personal parameters, into the client's personalised
+    model, in place.
 
     state: the method's client state after the client's last aggregated job, or the initial state.
     received: the tensors of `Setup.send_to_client`.
     data: a function without arguments that yields batches (inputs, labels) of the client's training
     samples.
-    trained: True if the client had a job in an aggregation, even if this job failed. It is always
-    False in a run without client states, personal parameters and kept optimizers.
+    trained: True if an aggregation has contained a job of the client, even a failed one. It is
+    always False in a run without client states, personal parameters and kept optimizers.
     """
 
     def __init__(
@@ -357,17 +356,16 @@ class PersonalModel:
 
 
 class ScoredModel(PersonalModel):
-    """A model to score, and the samples on which it is scored.
+    """A model and the samples to score it on.
 
-    It is the argument of functions for `Setup.evaluate` and `Setup.load_model`.
+    Functions for `Setup.evaluate` and `Setup.load_model` get it as their argument.
 
-    client: -1 for the shared model.
+    client: the number of the client; -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: "client", "central", "validation", "domain:NAME" for the domain NAME of the clients' test
-    samples, or "central:NAME" for the domain NAME of the central test set.
+    name: the set of samples: "client", "central" or "validation". "domain:NAME" is a domain of the
+    clients' test samples, and "central:NAME" a domain of the central test set.
     state: the method's client state, by short name; empty for the shared model.
-    received: the tensors that the method sends to all clients, and those that it sends only to this
-    client.
+    received: the method's tensors of `Setup.send` and `Setup.send_to_client`, by short name.
     """
 
     def __init__(

@@ -13,14 +13,14 @@ from raysim.primitives.checks import at_least
 class LocalResult:
     """The result of a job that a method trained with a function of its own (`run.train`).
 
-    `samples` and `steps` do not change virtual time. Methods such as FedNova read `steps`
-    (`LocalJob.moves`), and the history weights `loss` by `samples`.
-
     loss: the mean training loss over the samples; nan if it is unknown.
-    samples: the number of trained samples; a sample counts once in each epoch.
-    steps: the number of optimizer steps. None for `samples` or `steps` means the number that
-    follows from the settings `local.*`.
+    samples: the number of trained samples; a sample counts once in each epoch. The history weights
+    `loss` by it.
+    steps: the number of optimizer steps, which methods such as FedNova read (`LocalJob.moves`).
     metrics: numbers for the history, by name.
+
+    None for `samples` or `steps` means the number that follows from the settings `local.*`. Neither
+    argument changes virtual time.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.
     """

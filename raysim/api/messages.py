@@ -32,8 +32,8 @@ class Probe:
     version: the base version.
     labels: [n], the labels of the samples.
     seen: [C], True for the classes in the client's training data.
-    accuracy: the trained model's accuracy on about `evaluate.probe_rows` samples, which include the
-    n samples.
+    accuracy: the trained model's accuracy on all samples of the probe, about `evaluate.probe_rows`.
+    The n samples are a part of them.
     features: [n, F], the features of the trained model.
     received: [n, F], the features of the model from which training started.
     probabilities: [n, C], the trained model's probabilities.
@@ -54,13 +54,12 @@ class PublishedVersion:
     """A version as workers receive it: the shared vector, and the tensors that methods send.
 
     version: the number of aggregations before it.
-    vector: [layout.shared], first the shared parameters, then the shared buffers that contain
-    floats.
-    counters: int64 [layout.shared_counters], the shared buffers that contain integers.
+    vector: [layout.shared], the shared parameters, then the shared float buffers.
+    counters: int64 [layout.shared_counters], the shared integer buffers.
     extras: the methods' tensors for all clients, by "method.name".
-    mark: "" if clients train from this vector. If it is only scored, "scored", or "scored 2" for
-    replica 2.
-    number: the position, from 0, in the list of all published versions of all replicas.
+    mark: "" if clients train from this version. A version that is only scored has "scored", or
+    "scored 2" for replica 2.
+    number: the position, from 0, among the published versions of all replicas.
     """
 
     version: int
@@ -94,6 +93,7 @@ class Job(NamedTuple):
     state: the number of the job whose final client state this job starts from; -1 means the initial
     state.
     weight: the weight of the update, not normalised.
+    probe: True if the trained model is probed.
     extras: the tensors for this client only, by "method.name".
     pool: the pool from which the client was drawn; -1 means all clients.
     start: the virtual second of the dispatch.
@@ -102,8 +102,8 @@ class Job(NamedTuple):
     work: the training work in samples; a forward pass alone counts 1/3.
     down, up: the floats that the client receives and sends.
     base: `PublishedVersion.number` of the base version.
-    bases: `PublishedVersion.number` of each replica's newest version, if the client chooses a
-    replica; else ().
+    bases: if the client chooses a replica, `PublishedVersion.number` of each replica's newest
+    version; else ().
     """
 
     number: int
@@ -166,24 +166,23 @@ class Job(NamedTuple):
 class Update(NamedTuple):
     """The result of a client's job: what the client sends, and what the simulator measured.
 
-    Traffic does not count `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`, which a
-    real client would not send.
+    A real client would not send `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`, so
+    traffic does not count them.
 
     job: `Job.number`.
     version: the base version.
     samples: the number of the client's training samples.
     trained: the number of samples that the job trained on, summed over all epochs.
     loss: the mean task loss over `loss_rows` samples; nan if no step had the task loss.
-    counters: int64 [layout.shared_counters], the buffers of integers after training.
+    seconds: the wall seconds of the job on its worker.
+    counters: int64 [layout.shared_counters], the integer buffers after training.
     extras: the tensors that methods upload, by "method.name".
     moves: (start, stop, rates) for each trained range [start:stop] of the shared parameters.
     `rates` is the sum of the learning rates of all optimizer steps on the range. `moves` is ()
     unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
-    seconds: the wall seconds of the job on its worker.
-    norm: the Euclidean norm of the trained minus the received shared parameters, without buffers
-    and before compression.
     loss_rows: the number of samples in all steps with the task loss.
+    norm: the Euclidean norm of the update's parameters before compression, without buffers.
     delta: [layout.shared], the trained minus the received parameters and buffers. With compression
     it is what the server decodes. None if a worker has added it to a sum of several updates.
     """
@@ -240,9 +239,9 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: a weighted sum of deltas, [layout.shared], for each group of jobs. The key of a sum is a
-    tuple with the numbers of the group's jobs. The updates of these jobs have `delta=None`.
-    busy: wall seconds of work since the worker's last result.
+    sums: weighted sums of deltas, [layout.shared], each for a group of jobs. The key is a tuple
+    with the numbers of the group's jobs. Updates in a sum have `delta=None`.
+    busy: wall seconds of work since the worker's previous result.
     states: the size in bytes of each job's final client state.
     device: the GPU's utilization from 0 to 1; None if unknown.
     """
@@ -259,11 +258,11 @@ class TrainingResult:
 class ScoringTask:
     """One part of an evaluation: a model, and the samples to score it on.
 
-    client: -1 means the shared model.
+    client: the number of the client; -1 means the shared model.
     rows: int64 [n], the positions of the samples in the data set.
     state: the number of the job whose final client state is used; -1 means the initial state.
     extras: the methods' tensors for this client only, by "method.name".
-    personalised: False does not call the hook `personalise`.
+    personalised: True calls the hook `personalise` before scoring.
     finetune: None means no fine-tuning.
     name: the name of the set of samples, such as "central".
     """

@@ -8,8 +8,8 @@ A method overrides the hooks that it needs. raysim calls the hooks in this order
 - an aggregation: `weigh`, `combine`, `step`, `absorb`
 - before a client's own model is scored: `personalise`
 
-The hooks for each batch may only use tensor operations, not `.item()` or `if tensor`. The reason is
-that a step may be captured as a CUDA graph.
+A step may be recorded as a CUDA graph. The hooks for each batch may therefore use only tensor
+operations, not `.item()` or `if tensor`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Method:
 
     name: begins the names of the method's state, messages and reports.
     paper: the source, or "".
-    weighting: the default weights of updates: "samples" by the clients' training samples, or
+    weighting: the default weights of updates: "samples" (the client's training samples) or
     "uniform".
-    pools: True if one model is trained on the pooled data of all clients.
+    pools: True if one model is trained on the data of all clients together.
 
-    A constructor must store each argument as an attribute of the same name, and raises ValueError
+    A constructor must store each argument as an attribute of the same name, and raise ValueError
     for bad values:
 
         class Lasso(Method):
@@ -128,15 +128,15 @@ class Method:
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient to use instead of `grad`; only one method of a list may do so.
+        """Return the gradient to use instead of `grad`; only one method of a run may do so.
 
         raysim calls this hook in stages with the task loss, before the hook `gradient` and before
         clipping.
 
         params: the parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.
-        gradient_at: a function of a shift [m]. It returns the gradient [m] at params + shift, on
-        the same batch and with the same random numbers. Sharpness-aware minimisation:
+        gradient_at: a function from a shift [m] to the gradient [m] at params + shift. It uses the
+        same batch and the same random numbers. For example, sharpness-aware minimisation is
 
             return gradient_at(rho * grad / grad.norm())
         """
