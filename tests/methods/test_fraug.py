@@ -127,7 +127,7 @@ def test_model_of_fraug_with_weight_zero_is_bit_identical_to_that_of_fedbn(
         LOCAL, momentum=0.0 if keep else 0.9, epochs=2
     )  # buffers alone tell kept optimisers from fresh ones
     method = small(weight=0.0, residual=residual, keep_optimizer=keep)
-    study = {"model": model, "local": local}
+    study = {"model": model, "local": local, "data": tiny_data(samples=60)}
     result = run(run_spec(method, **study), schedule, Ideal(), rounds=4)
     fedbn = run(run_spec(FedBN(), **study), schedule, Ideal(), rounds=4)
     (shared, own), (wanted, wanted_own) = model_tensors(result), model_tensors(fedbn)

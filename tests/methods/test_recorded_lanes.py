@@ -27,6 +27,7 @@ from tiny_runs import (
     run_spec,
     run_to_end,
     several_workers,
+    tiny_data,
 )
 from torch import Tensor, float64
 
@@ -82,9 +83,8 @@ def study(*methods: Method | str, **others: Any) -> RunSpec:
         row = TABLE.get(method) if isinstance(method, str) else None
         parts += [method] if isinstance(method, Method) else [row.make()] if row else []
         model = row.model if row else model
-    return run_spec(
-        *parts, **({"model": model, "local": EPOCHS, "lanes": 3, "graph": True} | others)
-    )
+    settings = {"model": model, "local": EPOCHS, "lanes": 3, "graph": True}
+    return run_spec(*parts, **(settings | {"data": tiny_data(samples=92)} | others))
 
 
 def loop_of(ended: FinishedRun) -> RecordedLanes:

@@ -94,7 +94,7 @@ def test_training_without_methods_equals_its_textbook_computation(name: str) -> 
 
 def test_buffered_run_compared_with_the_textbook_has_stale_updates() -> None:
     ended = run(
-        run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
+        run_spec(data=tiny_data(clients=4, samples=38), local=LOCAL),
         Buffered(4, 2),
         Ideal(),
         rounds=6,

@@ -146,7 +146,7 @@ ROWS = {
     "fedbr with BatchNorm": of_fedbr(study=NORMED),
     "fedbr without projection": of_fedbr(projection="none", study=WIDE),
     "fedbr without max step": of_fedbr(max_step=False),
-    "fedbr's first component": of_fedbr(mu=0.0),
+    "fedbr's first component": of_fedbr(mu=0.0, study=WIDE),
     "fedbr's second component": of_fedbr(lam=0.0),
     "fedbr's second component without projection": of_fedbr(lam=0.0, projection="none", study=WIDE),
     "fedbr without both": Row(fedavg, lambda: [FedBR(0.0, 0.0)]),
