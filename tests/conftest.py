@@ -31,6 +31,8 @@ RAY_TIMEOUTS = {
 MEMORY_DISK = Path("/dev/shm")  # a file system in memory, on Linux
 NEEDED_BYTES = 4 * 2**30
 
+NEW_MODULES = 100  # a large library has more
+
 RAY_FIXTURES = ("ray_session", "cluster", "driver")  # each of them starts Ray
 # Such a file may have slow tests. The fixture `workers` uses `ray_session`.
 SLOW_FILE = re.compile(r"\bmark\.slow\b|\b(ray_session|workers|cluster|driver)\b")
@@ -109,15 +111,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: uses(item, "ray_session"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def freeze_existing_objects() -> None:
-    """Let the garbage collector ignore all objects that exist before a test module starts.
+@pytest.fixture(scope="session")
+def frozen_modules() -> list[int]:
+    """Return a list of one number: how many modules were imported at the last `gc.freeze`."""
+    return [0]
 
-    Most of these objects belong to libraries. Garbage collection is faster without them.
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_existing_objects(frozen_modules: list[int]) -> None:
+    """Let the garbage collector ignore the objects of libraries.
+
+    Garbage collection is faster without them. The objects that exist before a test module starts
+    are frozen if at least `NEW_MODULES` modules have been imported since the last time.
     """
-    gc.set_threshold(20_000, 20, 50)  # composing a configuration starts a dozen collections
-    gc.collect()
-    gc.freeze()
+    gc.set_threshold(20_000, 20, 10)  # composing a configuration starts a dozen collections
+    if len(sys.modules) >= frozen_modules[0] + NEW_MODULES:
+        gc.collect()
+        gc.freeze()
+        frozen_modules[0] = len(sys.modules)
 
 
 @pytest.hookimpl(trylast=True)
