@@ -524,74 +524,46 @@ def test_run_stops_if_each_replacement_of_a_worker_dies_at_once() -> None:
 
 # --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
-    """A method that kills the worker's process at the end of a client's jobs, `times` times.
+    """A method that sends signals to the worker's process at the end of client 2's jobs.
 
-    folder: a folder in which each killed process leaves a file.
-    times: the number of processes to kill. A repeated job counts again.
-    how: the number of the signal.
+    folder: a folder in which each process that gets a signal leaves a file.
+    signals: the numbers of the signals, one for each job that ends. A repeated job counts again.
     """
 
     name = "deadly"
     paper = "a test"
 
-    def __init__(self, folder: str, times: int, client: int = 2, how: int = signal.SIGKILL):
-        self.folder, self.times, self.client, self.how = folder, times, client, how
+    def __init__(self, folder: str, *signals: int):
+        self.folder, self.signals = folder, signals
 
     def end(self, job: LocalJob) -> None:
         done = len(list(Path(self.folder).iterdir()))
-        if job.client == self.client and done < self.times:
+        if job.client == 2 and done < len(self.signals):
             Path(self.folder, str(done)).touch()
-            os.kill(os.getpid(), self.how)
+            os.kill(os.getpid(), self.signals[done])
 
 
-def test_run_has_the_same_bits_if_a_killed_actor_is_replaced(
+def test_killed_or_hanging_actor_is_replaced_with_the_same_bits(
     ray_session: None, tmp_path: Path
 ) -> None:
+    """Kill a worker, and stop the process that trains the same job again."""
     from raysim.runtime import ray as on_ray
 
-    def of(times: int) -> RunSpec:
-        return run_spec(
-            Scaffold(),
-            Deadly(str(tmp_path), times),
-            model=MLP,
-            local=LOCAL,
-            data=tiny_data(clients=6),
-        )
-
-    whole = run(of(0), SCHEDULES["buffer"], **ASKED)
-    study = with_settings(of(1), **ASKED)
-    size = on_ray.plan_workers(RayOptions(workers=2), study, 3, lambda _: None)
-    events = list(on_ray.run(study, SCHEDULES["buffer"], Lognormal(), size, say=lambda _: None))
-    assert len(list(tmp_path.iterdir())) == 1
-    last = events[-1]
-    assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
-    rows = [event.row for event in events if isinstance(event, Round)]
-    assert sum(int(row["worker_deaths"] or 0) for row in rows) == 1
-    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
-
-
-def test_run_has_the_same_bits_if_a_hanging_worker_is_replaced(
-    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from raysim.runtime import ray as on_ray
-
-    def of(times: int) -> RunSpec:
-        method = Deadly(str(tmp_path), times, how=signal.SIGSTOP)
+    def of(*signals: int) -> RunSpec:
+        method = Deadly(str(tmp_path), *signals)
         return run_spec(Scaffold(), method, model=MLP, local=LOCAL, data=tiny_data(clients=6))
 
-    whole = run(of(0), SCHEDULES["buffer"], **ASKED)
-    runtime = on_ray.start_workers(of(1), 2)
-    for worker in range(2):
-        runtime.get(runtime.call(worker, "ready")[0])
-    monkeypatch.setattr("raysim.simulation.calls.SILENCE_WARNING_S", 2.0)
-    asked = ASKED | {"faults": Faults(timeout=10.0)}
-    events = list(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked).run())
-    runtime.stop()
+    whole = run(of(), SCHEDULES["buffer"], **ASKED)
+    asked = ASKED | {"faults": Faults(timeout=15.0)}
+    study = with_settings(of(signal.SIGKILL, signal.SIGSTOP), **asked)
+    size = on_ray.plan_workers(RayOptions(workers=2), study, 3, lambda _: None)
+    events = list(on_ray.run(study, SCHEDULES["buffer"], Lognormal(), size, say=lambda _: None))
+    assert len(list(tmp_path.iterdir())) == 2
     last = events[-1]
     assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
-    assert len(list(tmp_path.iterdir())) == 1
     rows = [event.row for event in events if isinstance(event, Round)]
-    assert sum(int(row["worker_deaths"] or 0) for row in rows) == 1
+    assert sum(int(row["worker_deaths"] or 0) for row in rows) == 2
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
     waits = [event for event in events if isinstance(event, Waiting)]
     assert waits and waits[0].stacks == ""
 
@@ -637,7 +609,7 @@ def test_worker_died_error_is_raised_if_a_new_worker_and_its_node_are_lost(
 
 
 class Sleepy(Method):
-    """A method that makes each job 0.1 s longer, as long as the file `alarm` is missing."""
+    """A method that makes each job 0.4 s longer, as long as the file `alarm` is missing."""
 
     name = "sleepy"
 
@@ -646,7 +618,7 @@ class Sleepy(Method):
 
     def end(self, job: LocalJob) -> None:
         if not Path(self.alarm).exists():
-            time.sleep(0.1)
+            time.sleep(0.4)
 
 
 def test_workers_that_join_when_another_run_ends_change_no_bit(
@@ -662,7 +634,7 @@ def test_workers_that_join_when_another_run_ends_change_no_bit(
         time.sleep(0.1)
     alarm = tmp_path / "alarm"
     study = run_spec(Sleepy(str(alarm)), model=MLP, local=LOCAL, data=tiny_data(clients=6))
-    asked = ASKED | {"rounds": 120}
+    asked = ASKED | {"rounds": 30}
     study = with_settings(study, **asked)
     options, said = RayOptions(address="auto"), list[str]()
 
@@ -797,7 +769,7 @@ words = (
 straight = raysim.run([*words, "runtime=inprocess", "out=straight"])
 cluster = Cluster()
 room = {"object_store_memory": 100 << 20, "include_dashboard": False}
-cluster.add_node(num_cpus=2, **room)
+cluster.add_node(num_cpus=1, **room)
 second = cluster.add_node(num_cpus=1, **room)
 killed = []
 
@@ -805,8 +777,7 @@ def kill(row):
     if row["round"] == 3 and not killed:
         killed.append(cluster.remove_node(second, allow_graceful=False))
 
-there = ["runtime=cluster", f"runtime.address={cluster.address}", "runtime.workers=2"]
-there += ["runtime.strategy=SPREAD"]
+there = ["runtime=cluster", f"runtime.address={cluster.address}"]
 found = raysim.run([*words, *there, "out=disturbed"], on_round=kill)
 same = straight.history["train_loss"].tolist() == found.history["train_loss"].tolist()
 same_state = straight.summary["state_sha256"] == found.summary["state_sha256"]
