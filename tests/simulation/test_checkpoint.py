@@ -726,11 +726,17 @@ def test_kill_between_any_two_writes_changes_no_bit(
         assert names(left / "checkpoints/log") == kept, "nothing is left of what was begun"
 
 
-CHILD = """
-import os, signal, sys
+# A process that imports this module once, and forks a process for each run.
+KILL_RUNS = """
+import os, sys
 sys.path[:0] = {tests!r}.split(os.pathsep)
 import {module} as here
-here.run_until_killed({folder!r}, {where!r})
+for where in here.KILLED:
+    run = os.fork()
+    if run == 0:
+        os.chdir(where)
+        here.run_until_killed(where)
+    print(os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]))
 """
 
 
@@ -752,8 +758,8 @@ def study_and_settings(where: str) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def run_until_killed(folder: str, where: str) -> None:
-    """Start a run, and kill this process in the middle of it.
+def run_until_killed(where: str) -> None:
+    """Start a run in the working directory, and kill this process in the middle of the run.
 
     where: the moment of the kill, a key of `KILLED`.
     """
@@ -772,21 +778,28 @@ def run_until_killed(folder: str, where: str) -> None:
         return kill_me() if count == last else original(*args, **others)
 
     setattr(owner, name, counted)
-    run(study, **settings, checkpoint_every=1 if owner is checkpoint else 2, folder=folder)
+    run(study, **settings, checkpoint_every=1 if owner is checkpoint else 2, folder=os.getcwd())
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Start the runs `KILLED`, which are killed; return the parent folder of their folders."""
+    parent = tmp_path_factory.mktemp("killed")
+    for where in KILLED:
+        (parent / where).mkdir()
+    text = KILL_RUNS.format(tests=FOLDERS, module=Path(__file__).stem)
+    paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths}
+    words = [sys.executable, "-u", "-c", text]
+    ended = subprocess.run(words, cwd=parent, env=environment, capture_output=True, text=True)
+    assert ended.stdout.split() == [str(-signal.SIGKILL)] * len(KILLED), ended.stderr
+    return parent
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", KILLED)
-def test_killed_run_resumes_to_the_same_bits(where: str, tmp_path: Path) -> None:
-    text = CHILD.format(
-        tests=FOLDERS, module=Path(__file__).stem, folder=str(tmp_path), where=where
-    )
-    paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.run(
-        [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
-    )
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
-    left = checkpoint.list_complete(tmp_path / "checkpoints")
+def test_killed_run_resumes_to_the_same_bits(where: str, killed_runs: Path) -> None:
+    left = checkpoint.list_complete(killed_runs / where / "checkpoints")
     assert left
     assert not any(map(checkpoint.find_damage, left))
     version = checkpoint.read(left[-1]).numbers["version"]

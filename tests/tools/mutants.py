@@ -364,16 +364,21 @@ class Judge:
         self.first = self.first or (f"import of {report.nodeid}" if report.failed else "")
 
 
-def warm() -> None:
-    """Import slow packages, and use one thread, because a fork does not copy other threads."""
-    for name in WARM.split():
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    import numba
+def warm(packages: Sequence[str]) -> None:
+    """Import slow packages, and use one thread, because a fork does not copy other threads.
+
+    packages: the packages, and modules of them. Those that are not installed are left out.
+    """
     import torch
 
     torch.set_num_threads(1)
-    numba.njit(lambda x: x + 1.0)(1.0)  # the first compilation loads most of numba
+    for name in packages:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if "numba" in packages:
+        import numba
+
+        numba.njit(lambda x: x + 1.0)(1.0)  # the first compilation loads most of numba
 
 
 def child(copy: Path, asked: Asked) -> NoReturn:
@@ -721,6 +726,12 @@ def main() -> None:
         default=30.0,
         help="most CPU seconds of tests per mutant by the map; 0: all",
     )
+    parser.add_argument(
+        "--warm",
+        nargs="*",
+        default=WARM.split(),
+        help="slow packages to import once, before the tests; few tests need few of them",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
 
@@ -732,7 +743,7 @@ def main() -> None:
     os.environ.pop("PYTEST_XDIST_WORKER", None)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children and copies go
-    warm()
+    warm(args.warm)
     reasons = {(entry["file"], entry["change"]): entry["reason"] for entry in equivalents()}
     old = json.loads(args.out.read_text())["mutants"] if args.ids and args.out.exists() else []
     results: dict[int, dict[str, Any]] = {one["id"]: one for one in old}

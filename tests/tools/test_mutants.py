@@ -25,6 +25,8 @@ def test_mutation_tool_finds_the_test_that_kills_a_mutant(tmp_path: Path) -> Non
         "raysim/methods/moon.py",
         "--tests",
         "tests/methods/test_moon.py",
+        "--warm",
+        "torch",
     ]
     command = [sys.executable, str(TOOL), *words, "--out", str(tmp_path / "mutants.json")]
     ended = subprocess.run(command, capture_output=True, text=True)
