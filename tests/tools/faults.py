@@ -62,7 +62,11 @@ BASE = (
     ),
     *("rounds=24", "checkpoint.every=2", "out=out"),
 )
-RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.workers=2"]}
+RUNTIMES = {
+    "inprocess": ["runtime=inprocess"],
+    "local": ["runtime=local", "runtime.workers=2"],
+    "one worker": ["runtime=local", "runtime.workers=1"],
+}
 SIGNALS = {
     "KILL": [signal.SIGKILL],
     "TERM": [signal.SIGTERM],
@@ -147,12 +151,12 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
     """Yield `count` random cases: runs with a fault. Equal arguments give equal cases.
 
-    runtime: the runtime of the runs. With "local", a signal hits any process of the run. With
+    runtime: the runtime of the runs. On Ray, a signal hits any process of the run. With
     "inprocess", it hits the only process, the driver.
     """
     rng = random.Random(seed)
     faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
-    victims = list(VICTIMS) if runtime == "local" else ["driver"]
+    victims = list(VICTIMS) if runtime != "inprocess" else ["driver"]
     for _ in range(count):
         method = rng.choice(list(METHODS))
         schedule = {"fedbuff": "buffer", "fedasync": "one"}.get(method) or rng.choice(
@@ -296,12 +300,12 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
 def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
     """Imitate a full disk: limit the size of files that the run's driver and coordinator can write.
 
-    runtime: with "local", the run uses Ray, and this function first waits until the coordinator
-    runs.
+    runtime: a key of `RUNTIMES`. If the run uses Ray, this function first waits until the
+    coordinator runs.
     size: the limit in bytes.
     """
     coordinators: list[int] = []
-    while runtime == "local" and run.is_alive() and not coordinators:
+    while runtime != "inprocess" and run.is_alive() and not coordinators:
         coordinators = processes(run, "coordinator")
         time.sleep(0.05)
     for pid in [*processes(run, "driver"), *coordinators]:
@@ -526,7 +530,7 @@ def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
 
     Print how all cases of the log file ended. Return 0 if all had correct results; otherwise 1.
     count: the number of cases. Those in the log file are not repeated.
-    runtime: "inprocess" or "local".
+    runtime: a key of `RUNTIMES`.
     log: the file to which each finished case adds one line.
     only: the fault of the cases to run; "": all faults.
     """

@@ -26,7 +26,9 @@ CASES = [
     for fault, moment in MOMENTS.items()
 ]
 # On Ray, where the coordinator finds the disk full.
-ON_RAY = Case("scaffold", "buffer", "local", "disk", "driver", 0.0, "inprocess", has_pictures=False)
+ON_RAY = Case(
+    "scaffold", "buffer", "one worker", "disk", "driver", 0.0, "inprocess", has_pictures=False
+)
 CASES.append(ON_RAY)
 
 

@@ -177,6 +177,8 @@ def test_run_with_client_states_has_equal_bits_if_machines_change(
     wait_for(lambda: "The run restarts from its last checkpoint" in log_of(out), run, out)
     (network.shared / "slow" / "fast").touch()
     assert checksums(finish(run, out)) == expected(tmp_path, ROUNDS, METHODS, *BATCH_NORM)
+    rows, expected_rows = (raysim.load(folder).rows for folder in (out, tmp_path / "run"))
+    assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in expected_rows]
     assert "(raylet)" not in log_of(out)
     assert "marked dead" in stack_file(out, RAY_MESSAGES).read_text()
 
