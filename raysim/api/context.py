@@ -175,7 +175,7 @@ class Context:
     state: the client state. Replace entries, and never change them in place.
     upload: the tensors that the client sends with its update.
     report: columns of the history; a client does not send them.
-    draws: the tensors of `Setup.draw`, one for each step.
+    draws: the values of `Setup.draw`, one for each step.
     step: the number of the current batch, from 0.
     kept: the values in `LocalJob.scratch`.
     start: the client's personal tensors before the first step.
@@ -200,7 +200,7 @@ class Context:
     state: dict[str, Tensor]
     upload: dict[str, Tensor] = field(default_factory=dict)
     report: dict[str, float] = field(default_factory=dict)
-    draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    draws: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     optimizers: Optimizers = field(default_factory=Optimizers)
     step_factor: float = 1.0
     step: int = 0
@@ -237,10 +237,10 @@ class Context:
         """The number of the model's outputs: the task's classes and those that a method adds."""
         return self.model.num_classes
 
-    def drawn(self, name: str) -> Tensor:
-        """Return the current step's random tensor of a method.
+    def drawn(self, name: str) -> Any:
+        """Return the current step's random value of a method, usually a tensor.
 
-        name: the full name "method.name" under which the method declared the tensor with
+        name: the full name "method.name" under which the method declared the value with
         `Setup.draw`.
         """
         return self.draws[name][self.step]

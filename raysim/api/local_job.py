@@ -34,8 +34,15 @@ class LocalJob:
     hook `end`.
     report: numbers for the history, which the client does not send. `job.report["gap"] = 0.1` of
     SCAFFOLD fills the column "scaffold.gap".
-    scratch: values that the method needs until the end of this job. The hooks of a batch must find
-    only tensors in it.
+    scratch: values that the method needs until the end of this job.
+
+    Recorded steps (`runtime.graph`) read values of `state`, `scratch` and `drawn` as follows.
+    - Tensors and floats may differ between jobs. A hook of a batch reads a float as a scalar
+      tensor, so do not compare it or use it in `if`.
+    - For each different other value, such as True or an integer, a step is recorded. The same holds
+      for `client`, `participation`, `version`, `samples`, `step` and `plan`.
+    So compute a weight that depends on the version in `begin`, and store it in `scratch` as a
+    float: `job.scratch["weight"] = min(1.0, job.version / 100)`.
     """
 
     __slots__ = ("context", "method", "received", "report", "scratch", "state", "upload")
@@ -287,8 +294,8 @@ class LocalJob:
         """
         return self.context.stream(f"{self.method}.{purpose}")
 
-    def drawn(self, name: str) -> Tensor:
-        """Return the random tensor for the current step, which `Setup.draw` declared.
+    def drawn(self, name: str) -> Any:
+        """Return the random value for the current step, which `Setup.draw` declared.
 
         name: the name that the method passed to `Setup.draw`.
         """

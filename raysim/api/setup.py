@@ -136,7 +136,7 @@ class MethodDeclaration:
     planned_uploads: dict[str, PlannedUpload] = field(default_factory=dict)
     stages: Callable[[Plan], Cycle] | None = None
     select: Callable[[LocalJob, int, int], np.ndarray | None] | None = None
-    draws: dict[str, Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]] = field(
+    draws: dict[str, Callable[[LocalJob, np.random.Generator], Sequence[Any]]] = field(
         default_factory=dict
     )
     train: Callable[[LocalJob], LocalResult | None] | None = None
@@ -625,13 +625,13 @@ class Setup:
         self.declared.select = choose
 
     def draw(
-        self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]
+        self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Any]]
     ) -> None:
-        """Declare random tensors, one for each step of a job; raysim draws them for every job.
+        """Declare random values, one for each step of a job; raysim draws them for every job.
 
-        name: a name of your choice. In step i = 0, 1, ..., `job.drawn(name)` is tensor i.
+        name: a name of your choice. In step i = 0, 1, ..., `job.drawn(name)` is value i.
         draw: called as draw(job, generator) before a job's first step. It returns a sequence of
-        `job.plan.steps` tensors.
+        `job.plan.steps` values: tensors, or Python values as `LocalJob.scratch` may contain.
         """
         self.declared.draws[name] = draw
 

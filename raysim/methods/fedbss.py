@@ -265,7 +265,8 @@ class FedBSS(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the mean over the batch of the weighted losses."""
         losses = job.task.objective.losses(out.logits, out.batch.targets)
-        return (job.drawn("weights").to(losses.dtype) * losses).mean()
+        weights: Tensor = job.drawn("weights")
+        return (weights.to(losses.dtype) * losses).mean()
 
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
         """Return the client's samples that take part in an epoch, as positions; None means all.

@@ -88,14 +88,18 @@ class FedCM(Method):
         run.server_state("direction", run.zeros)
         run.send("direction")
 
+    def begin(self, job: LocalJob) -> None:
+        """Decide whether the job uses its gradients unchanged."""
+        is_warm_up = self.warm_start and job.version == 0
+        job.scratch["is_plain"] = is_warm_up or self.alpha == 1
+
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Replace the gradient by its mixture with the server's direction, in place.
 
         grad: the gradient with respect to the parameters `job.params[at]`.
         at: the positions of these parameters in the vector.
         """
-        is_plain_round = self.warm_start and job.version == 0
-        if self.alpha == 1 or is_plain_round:
+        if job.scratch["is_plain"]:
             return
         grad.mul_(self.alpha).add_(job.received["direction"][at], alpha=1 - self.alpha)
         decay = job.local.weight_decay

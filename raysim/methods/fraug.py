@@ -78,7 +78,7 @@ def classification_loss(
     domain_logits: Tensor,
     proto_logits: Tensor,
     proto_labels: Tensor,
-    weight: float,
+    weight: float | Tensor,
 ) -> Tensor:
     """Return the classifier's loss: (1 - weight) * real + weight / 2 * (domain + proto).
 
@@ -86,7 +86,7 @@ def classification_loss(
 
     domain_logits: the logits of features generated around the real ones; labels are `real_labels`.
     proto_logits: the logits of features generated around class prototypes.
-    weight: beta in the paper.
+    weight: beta in the paper, a number or a scalar tensor.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
     proto = F.cross_entropy(proto_logits, proto_labels)
@@ -156,14 +156,15 @@ def _entropy(logits: Tensor) -> Tensor:
 
 # --- prototypes and labels ----------------------------------------------------------------------
 def class_prototype_ema(
-    prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float
+    prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float | Tensor
 ) -> Tensor:
     """Return prototypes [C, D] moved towards the mean features of their class in a batch.
 
     The prototype of a class without a sample does not change.
     features: [B, D].
     labels: int64 [B].
-    momentum: the share of the mean features in the result, from 0 to 1.
+    momentum: the share of the mean features in the result, from 0 to 1; a number or a scalar
+    tensor.
     """
     # Features may have a dtype with fewer digits than prototypes.
     features = features.to(prototypes.dtype)
@@ -420,11 +421,18 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Set the job's sums of norms, correct predictions and steps to 0.
+        """Compute the weights of this round. Set the job's sums to 0.
 
-        `end` computes the reported means from these sums.
+        The sums are those of norms, correct predictions and steps. `end` computes the reported
+        means from them.
         """
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
+        rho = self._rho(job)
+        beta = min(self.weight, rho)
+        job.scratch["has_synthetic"] = beta > 0
+        job.scratch["beta"] = beta
+        job.scratch["strength"] = rho if self.residual is None else self.residual
+        job.scratch["momentum"] = self._momentum(job)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
         """Draw noise [5, B, noise_dim] for each batch.
@@ -452,23 +460,22 @@ class FRAug(Method):
         weight of the synthetic features is 0, only the real features count.
         """
         real, labels = out.features.detach(), out.batch.targets
-        self._move_prototypes(job, real, labels)
-        rho = self._rho(job)
-        beta = min(self.weight, rho)
-        if not beta:
+        job.state["prototypes"] = class_prototype_ema(
+            job.state["prototypes"], real, labels, job.scratch["momentum"]
+        )
+        if not job.scratch["has_synthetic"]:
             return F.cross_entropy(out.logits, labels)
         turn = job.drawn("labels")
         both_labels = torch.cat([labels, turn])
-        strength = rho if self.residual is None else self.residual
         with torch.no_grad():
             anchors = torch.cat([real, _anchors(job)])
             source = self._source(job, _noise(job, out)[:2], both_labels)
-            synthetic = self._synthetic(job, anchors, source, both_labels, strength)
+            synthetic = self._synthetic(job, anchors, source, both_labels)
         logits = job.model.head(synthetic)
         with torch.no_grad():
             _add_sums(job, real, source, logits.argmax(1) == both_labels)
         domain, proto = logits.split(len(labels))
-        return classification_loss(out.logits, labels, domain, proto, turn, beta)
+        return classification_loss(out.logits, labels, domain, proto, turn, job.scratch["beta"])
 
     def generator_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return the generator's loss."""
@@ -527,12 +534,10 @@ class FRAug(Method):
         step = job.version if self.rounds is None else min(job.version, self.rounds)
         return rampup_coefficient(step, self.rounds or 1, gamma, form)
 
-    def _move_prototypes(self, job: LocalJob, features: Tensor, labels: Tensor) -> None:
-        momentum = self.prototype_weight
-        if self.prototype_ramp:
-            momentum *= self._ramp(job, "laine_aila", 5.0)
-        prototypes = job.state["prototypes"]
-        job.state["prototypes"] = class_prototype_ema(prototypes, features, labels, momentum)
+    def _momentum(self, job: LocalJob) -> float:
+        if not self.prototype_ramp:
+            return self.prototype_weight
+        return self.prototype_weight * self._ramp(job, "laine_aila", 5.0)
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
         """Return RTNet's input, 2B rows: features that the generator makes from noise.
@@ -546,19 +551,19 @@ class FRAug(Method):
             return rows
         return cast(Tensor, job.network("generator")(rows, labels))
 
-    def _synthetic(
-        self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: float
-    ) -> Tensor:
+    def _synthetic(self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor) -> Tensor:
         """Return synthetic features [2B, D]: anchors + strength * RTNet(source, labels).
 
-        Without RTNet, return (1 - strength) * anchors + strength * source.
+        Without RTNet, return (1 - strength) * anchors + strength * source. The strength is rho, or
+        the setting `residual`.
         anchors: [2B, D], the real features, then the prototypes.
         source: [2B, ...], RTNet's input.
         labels: int64 [2B].
         """
+        strength = job.scratch["strength"]
         if not self.use_rtnet:
-            return (1 - strength) * anchors + strength * source
-        return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
+            return cast(Tensor, (1 - strength) * anchors + strength * source)
+        return cast(Tensor, anchors + strength * job.network("rtnet")(source, labels))
 
 
 def _optional_count(key: str, value: int | None) -> int | None:
@@ -573,7 +578,8 @@ def _anchors(job: LocalJob) -> Tensor:
 
 
 def _noise(job: LocalJob, out: Outputs) -> Tensor:
-    return out.once("fraug.noise", lambda: job.drawn("noise").to(job.params))
+    noise: Tensor = job.drawn("noise")
+    return out.once("fraug.noise", lambda: noise.to(job.params))
 
 
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:

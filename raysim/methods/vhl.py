@@ -224,6 +224,7 @@ class Vhl(Method):
         run.send("inputs", self.inputs, self.virtual * math.prod(run.task.shape), once=True)
         run.send("labels", self.labels, self.virtual, once=True)
         run.draw("views", self.draw_views)
+        run.draw("aligns", self.draw_alignment)
         run.adds_rows()
         run.check(self.note_changed_inputs)
 
@@ -280,6 +281,15 @@ class Vhl(Method):
         flips = generator.integers(2, size=(steps, 1, size))
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
+    def draw_alignment(self, job: LocalJob, _: np.random.Generator) -> Sequence[bool]:
+        """Return True for each step whose loss has the alignment loss; nothing is random."""
+        steps, epochs = job.plan.steps, job.local.epochs
+        if self.gamma == 0 and self.kappa == 0:
+            return [False] * steps
+        if epochs is None:
+            return [True] * steps
+        return [step * epochs // steps < self.align_epochs for step in range(steps)]
+
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
         """Return the batch with the step's virtual images, if a term of the loss needs them.
 
@@ -306,22 +316,14 @@ class Vhl(Method):
             first = job.num_classes // 2 if self.label_mode == "extra" else 0
             entropy = F.cross_entropy(job.model.head(virtual), labels + first)
             terms.append(self.alpha * entropy)
-        if self._aligns(job):
+        if job.drawn("aligns"):
             weights = (self.temperature, self.gamma, self.kappa)
             targets = out.batch.raw_targets
             terms.append(alignment_loss(real, targets, virtual, labels, *weights))
         return loss + sum(terms)
 
-    def _aligns(self, job: LocalJob) -> bool:
-        if self.gamma == 0 and self.kappa == 0:
-            return False
-        epochs = job.local.epochs
-        if epochs is None or epochs <= self.align_epochs:
-            return True  # the same in all steps, so that one recording is enough
-        return job.step * epochs // job.plan.steps < self.align_epochs
-
     def _needs_virtual(self, job: LocalJob) -> bool:
-        return self.alpha > 0 or self._aligns(job)
+        return self.alpha > 0 or bool(job.drawn("aligns"))
 
     def _images(self, job: LocalJob) -> Tensor:
         images = job.received["inputs"]

@@ -1,7 +1,8 @@
 """Give hooks the context of a job in a recorded step, and note which values they read.
 
-A replay gets the current client's tensors, but the Python values of the recording. So a recording
-is replayed only for steps with equal Python values.
+A replay gets the current client's tensors. It also gets the floats that the client's tables
+contain, as scalar tensors. It gets all other Python values from the time of the recording. So a
+recording is replayed only for steps in which these other values are equal.
 """
 
 from __future__ import annotations
@@ -52,17 +53,26 @@ class Reads:
         return len(self.entries) + len(self.facts)
 
 
-class TrackedTable(UserDict[str, Tensor]):
-    """A table of tensors that records which of its original tensors a step reads.
+class TrackedTable(UserDict[str, Any]):
+    """A table that records which of its original values a step reads.
 
-    Reads of tensors that the step has put into the table are not recorded.
+    Reads of values that the step has put into the table are not recorded. A step reads an original
+    float as a scalar tensor.
 
     name: the name of the table, such as "state".
-    values: the original tensors.
+    values: the original values.
+    as_tensor: returns a float as a scalar tensor.
     """
 
-    def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
+    def __init__(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        reads: Reads,
+        as_tensor: Callable[[float], Tensor],
+    ):
         self.name, self.reads, self.initial = name, reads, dict(values)
+        self._as_tensor = as_tensor
         super().__init__()
         self.data = dict(values)
 
@@ -70,11 +80,15 @@ class TrackedTable(UserDict[str, Tensor]):
         if self.data.get(key) is self.initial.get(key):
             self.reads.entries[self.name, key] = None
 
-    def __getitem__(self, key: str) -> Tensor:
+    def __getitem__(self, key: str) -> Any:
         self._note(key)
-        return super().__getitem__(key)
+        value = super().__getitem__(key)
+        is_original = value is self.initial.get(key)
+        if is_original and isinstance(value, float):
+            value = self.initial[key] = self.data[key] = self._as_tensor(value)
+        return value
 
-    def __missing__(self, key: str) -> Tensor:
+    def __missing__(self, key: str) -> Any:
         raise UndeclaredStateError(key) if self.name == "state" else KeyError(key)
 
     def __contains__(self, key: object) -> bool:
@@ -113,28 +127,28 @@ class RecordedLane(Lane):
         return self._start
 
 
-def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
-    """Return a tensor of a lane's client, or None if the client does not have it.
+def entry_of(lane: RecordedLane, table: str, key: str) -> Any:
+    """Return a value of a lane's client, or None if the client does not have it.
 
     table: "state", "kept", "download", "draws" or `VECTORS`.
-    key: the name of the tensor in this table, such as "scaffold.control".
+    key: the name of the value in this table, such as "scaffold.control".
     """
     ctx = lane.ctx
     if table == VECTORS:
-        return lane.start if key == "start" else cast(Tensor, getattr(ctx, key))
+        return lane.start if key == "start" else getattr(ctx, key)
     if table == "draws":
         return ctx.draws[key][lane.step] if key in ctx.draws else None
-    return cast("Tensor | None", getattr(ctx, table).get(key))
+    return getattr(ctx, table).get(key)
 
 
-def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
-    """Return all tensors of a lane's client that a step may read, by table name and key.
+def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Any]]:
+    """Return all values of a lane's client that a step may read, by table name and key.
 
     The first four tables have keys "method.name":
     - "state": the client state.
     - "kept": what methods keep until the end of the job (`LocalJob.scratch`).
     - "download": what methods on the server sent to the client.
-    - "draws": the random tensors of the next step.
+    - "draws": the values that methods have drawn for the next step.
     - `VECTORS`: "received" and "received_counters", the parameters and integer buffers from the
       server; "base", the shared vector from which training starts; and "start", which is "base"
       followed by the personal parameters. Without personal parameters, there is no "start".
@@ -180,8 +194,9 @@ class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
     ctx: the context in ordinary steps. `tables` and `rate` replace its tensors and learning rate.
-    tables: the tensors that the step may read, as `tables_of` returns them.
+    tables: the values that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
+    as_tensor: returns a float of a table as a scalar tensor.
     reads: the object that collects the names of the values that hooks read.
     frozen_vector: returns the vector of a frozen copy of the networks, by the name of the copy.
     iteration: a stack that the caller closes at the end of the step, to reset the frozen copies.
@@ -192,15 +207,18 @@ class RecordedContext(Context):
     def __init__(
         self,
         ctx: Context,
-        tables: Mapping[str, Mapping[str, Tensor]],
+        tables: Mapping[str, Mapping[str, Any]],
         rate: Tensor,
+        as_tensor: Callable[[float], Tensor],
         reads: Reads,
         frozen_vector: Callable[[str], Vector],
         iteration: ExitStack,
     ):
         self._reads, self._frozen_vector, self._iteration = reads, frozen_vector, iteration
         self._frozen: dict[str, Mapping[str, nn.Module]] = {}
-        self._tables = {name: TrackedTable(name, values, reads) for name, values in tables.items()}
+        self._tables = {
+            name: TrackedTable(name, values, reads, as_tensor) for name, values in tables.items()
+        }
         vectors = tables[VECTORS]
         super().__init__(
             trainer=ctx.trainer,
@@ -229,10 +247,10 @@ class RecordedContext(Context):
             object.__getattribute__(self, "_reads").entries[VECTORS, name] = None
         return object.__getattribute__(self, name)
 
-    def drawn(self, name: str) -> Tensor:
-        """Return a random tensor that a method drew for this step.
+    def drawn(self, name: str) -> Any:
+        """Return a value that a method drew for this step.
 
-        name: the name of the tensor, "method.name".
+        name: the name of the value, "method.name".
         """
         return self._tables["draws"][name]
 
@@ -254,13 +272,13 @@ class RecordedContext(Context):
             self._frozen[name] = vector.networks
         return self._frozen[name]
 
-    def changed(self) -> dict[Entry, Tensor]:
-        """Return the tensors that hooks of methods have set in this step.
+    def changed(self) -> dict[Entry, Any]:
+        """Return the values that hooks of methods have set in this step.
 
         A key is a pair: "state" (client state) or "kept" (kept until the job's end), and the
-        tensor's full name "method.name".
+        value's full name "method.name".
         """
-        changed: dict[Entry, Tensor] = {}
+        changed: dict[Entry, Any] = {}
         for name in ("state", "kept"):
             table = getattr(self, name)  # a hook may have put another mapping there
             values = table.data if isinstance(table, TrackedTable) else table

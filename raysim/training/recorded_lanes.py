@@ -2,6 +2,7 @@
 
 Steps of the same kind can use one recording: they have equal stages, batch sizes, train or eval
 modes, and Python values, and the tensors that they read have equal shapes and dtypes.
+A float that a method keeps counts as a tensor, because steps read it as a scalar tensor.
 
 The first step of a kind is not recorded. It lets libraries choose kernels, and shows which values
 are read. The second step is recorded. If the next steps of all lanes are of the same kind, one
@@ -45,6 +46,7 @@ MAX_RECORDINGS = 128  # per worker; the recording that was used longest ago is d
 # Each lane's vector starts at a multiple of so many floats, as GPU kernels need it.
 _ROW_ALIGNMENT = 64
 SHARED = -1  # marks an input that all lanes of a recording share
+_MAX_SCALARS = 256  # more than the floats that the lanes read in one step
 
 # The path of an input: the position of its lane in the recording (or `SHARED`), the table, the key.
 InputPath: TypeAlias = tuple[int, str, str]
@@ -96,6 +98,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self._computed: set[Key] = set()  # kinds that are recorded next time
         self._optimizers: dict[tuple[int, str], RecordedOptimizer] = {}  # by lane and stage
         self._rates: dict[float, Tensor] = {}
+        self._scalars: dict[float, Tensor] = {}
 
     # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: RecordedLane) -> None:
@@ -170,8 +173,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Return the kind of a lane's next step; steps of equal kind can use one recording."""
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
-        entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
-        batch = _form(lane.next_batch.inputs), _form(lane.next_batch.targets)
+        entries = tuple(
+            (entry, _form(entry, entry_of(lane, *entry))) for entry in self.reads.entries
+        )
+        batch = _tensor_form(lane.next_batch.inputs), _tensor_form(lane.next_batch.targets)
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
@@ -223,7 +228,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self,
         lane: RecordedLane,
         batch: Batch,
-        tables: Mapping[str, Mapping[str, Tensor]],
+        tables: Mapping[str, Mapping[str, Any]],
         rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
         """Compute a training step of a lane; return its task loss and the tensors that hooks set.
@@ -231,9 +236,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         The loss is None if no stage has the task loss. A tensor's key is ("state" or "kept",
         "method.name"), for the client state or `LocalJob.scratch`.
 
-        tables: the tensors that the step may read, as `tables_of` returns them.
+        tables: the values that the step may read, as `tables_of` returns them.
         rate: the learning rate, a scalar tensor.
-        Raises LanesError if a hook writes to `job.upload` or `job.report`.
+        Raises LanesError if a hook writes to `job.upload` or `job.report`, or if it writes a value
+        that is not a tensor to `job.state` or `job.scratch`.
         """
         self.enter(lane)
         if self.trainer.declarations.methods:
@@ -242,7 +248,13 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             stack.enter_context(GpuKernels(self.trainer.modules))
             stack.enter_context(NoReading())
             ctx = RecordedContext(
-                lane.ctx, tables, rate, self.reads, self.trainer.frozen_networks.vector, stack
+                lane.ctx,
+                tables,
+                rate,
+                self.scalar,
+                self.reads,
+                self.trainer.frozen_networks.vector,
+                stack,
             )
             ctx.views = self.trainer.views(ctx)
             loss = self.trainer.step(ctx, batch, lane.stages)
@@ -254,7 +266,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 "job.report in a step, but a recorded step would not write it again. "
                 "Write it in the method's hook `end`, or set runtime.graph=false."
             )
-        return loss, ctx.changed()
+        changed = ctx.changed()
+        for (table, key), value in changed.items():
+            if not isinstance(value, Tensor):
+                raise LanesError(_python_value_error(table, key, value))
+        return loss, changed
 
     # --- inputs ------------------------------------------------------------------------------
     def rate(self, lane: RecordedLane) -> Tensor:
@@ -270,8 +286,19 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             )
         return self._rates[value]
 
+    def scalar(self, value: float) -> Tensor:
+        """Return a float that a method keeps as a scalar tensor in the dtype of the parameters.
+
+        Equal floats usually get the same tensor object.
+        """
+        if value not in self._scalars:
+            newest = list(self._scalars.items())[1 - _MAX_SCALARS :]
+            self._scalars = dict(newest)
+            self._scalars[value] = self.data.new_full((), value)
+        return self._scalars[value]
+
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
-        """Return the tensors that the next steps of some lanes read.
+        """Return the tensors that the next steps of some lanes read, and the floats as tensors.
 
         A key is (index of the lane in `lanes`, table, name). The index is `SHARED` for a tensor
         that all lanes read. Tables are "batch", "rate" and those of `tables_of`.
@@ -281,7 +308,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             inputs[position, "batch", "inputs"] = lane.next_batch.inputs
             inputs[position, "batch", "targets"] = lane.next_batch.targets
         for table, key in self.reads.entries:
-            values = [entry_of(lane, table, key) for lane in lanes]
+            values = [self._input(entry_of(lane, table, key)) for lane in lanes]
             if all(value is values[0] for value in values):
                 if values[0] is not None:
                     inputs[SHARED, table, key] = values[0]
@@ -290,6 +317,12 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 if value is not None:
                     inputs[position, table, key] = value
         return inputs
+
+    def _input(self, value: Any) -> Tensor | None:
+        """Return a value of a table as a tensor; None if a replay does not copy the value."""
+        if isinstance(value, float):
+            return self.scalar(value)
+        return value if isinstance(value, Tensor) else None
 
 
 class Recording:
@@ -307,6 +340,8 @@ class Recording:
         self._loaded = dict(inputs)
         self._inputs = {path: tensor.detach().clone() for path, tensor in inputs.items()}
         self._lanes = [_snapshot(lane) for lane in lanes]
+        # The values of each lane that belong to the kind of the step, by table and key.
+        self._constants = [_constants(lane, loop.reads) for lane in lanes]
         # For each lane: True if it returns a loss, and the entries that it changes.
         self._outputs: list[tuple[bool, list[Entry]]] = []
         self._replay: Compute = loop.record(self._compute)
@@ -346,15 +381,17 @@ class Recording:
         loop.branches.join()
         return outputs
 
-    def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
+    def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Any]]]:
         """Return the batch and the tables (`tables_of`) that the step of a lane reads.
 
         All tensors are inputs of this recording, into which a replay copies the current values.
         position: the index of the lane among the lanes of this recording.
         """
-        tables: dict[str, dict[str, Tensor]] = {
+        tables: dict[str, dict[str, Any]] = {
             name: {} for name in ("state", "kept", "download", "draws", VECTORS)
         }
+        for (table, key), constant in self._constants[position].items():
+            tables[table][key] = constant
         for (owner, table, key), tensor in self._inputs.items():
             if owner in (position, SHARED) and table in tables:
                 tables[table][key] = tensor
@@ -368,8 +405,62 @@ def _snapshot(lane: RecordedLane) -> RecordedLane:
     return replace(lane, running=running, modes=dict(lane.modes))
 
 
-def _form(tensor: Tensor | None) -> object:
-    return None if tensor is None else (tensor.shape, tensor.dtype)
+def _constants(lane: RecordedLane, reads: Reads) -> dict[Entry, Any]:
+    """Return the values that belong to the kind of a lane's step, by table and key.
+
+    They are neither tensors nor floats, so no replay copies them.
+    """
+    constants: dict[Entry, Any] = {}
+    for table, key in reads.entries:
+        value = entry_of(lane, table, key)
+        if value is not None and not isinstance(value, (Tensor, float)):
+            constants[table, key] = value
+    return constants
+
+
+def _python_value_error(table: str, key: str, value: object) -> str:
+    """Return the error text for a value that a step has written and that is not a tensor.
+
+    table: "state" or "kept".
+    key: the full name of the value, "method.name".
+    """
+    method, _, name = key.partition(".")
+    place = "job.scratch" if table == "kept" else "job.state"
+    return (
+        f"runtime.graph=true: method '{method}' writes {place}['{name}'] in a step, but its value "
+        f"has the type {type(value).__name__}. A recorded step can write only tensors. Write a "
+        "tensor, or write the value in the method's hook `begin` or `prepare`, or set "
+        "runtime.graph=false."
+    )
+
+
+def _tensor_form(tensor: Tensor) -> object:
+    return tensor.shape, tensor.dtype
+
+
+def _form(entry: Entry, value: object) -> object:
+    """Return what is equal for two values of a table if one recording fits both.
+
+    entry: the table of the value and its key, for the error.
+    value: None if the client does not have the value.
+    Raises LanesError for a value that cannot be hashed, such as a list.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return _tensor_form(value)
+    if isinstance(value, float):
+        return float
+    try:
+        hash(value)
+    except TypeError:
+        method, _, name = entry[1].partition(".")
+        raise LanesError(
+            f"runtime.graph=true: method '{method}' reads '{name}' in a step, but this value has "
+            f"the type {type(value).__name__}. A recorded step can read tensors, numbers and "
+            "strings. Store a tensor, or set runtime.graph=false."
+        ) from None
+    return type(value), value
 
 
 @contextmanager

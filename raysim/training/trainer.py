@@ -375,8 +375,8 @@ class Trainer:
         )
 
     def _draw(self, ctx: Context) -> None:
-        """Draw the random tensors that methods have declared, for all steps of the job."""
-        draws: dict[str, Sequence[Tensor]] = {}
+        """Draw the random values that methods have declared, for all steps of the job."""
+        draws: dict[str, Sequence[Any]] = {}
         for declared in self.declarations.methods:
             if not declared.draws:
                 continue

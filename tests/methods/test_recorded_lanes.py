@@ -23,6 +23,7 @@ from tiny_runs import (
     NORMED_MLP,
     FinishedRun,
     coordinate,
+    equal_clients,
     run,
     run_spec,
     run_to_end,
@@ -38,10 +39,12 @@ from raysim.api.method import Method
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
+from raysim.methods.fedcm import FedCM
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedsam import FedSAM
 from raysim.methods.fraug import FRAug
 from raysim.methods.mixup import Mixup
+from raysim.methods.vhl import Vhl
 from raysim.models import SmallCnn
 from raysim.primitives.errors import RefusedError
 from raysim.training import recorded_lanes
@@ -289,6 +292,80 @@ class TestInputs:
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
 
+FRAUG = {"rounds": 9, "noise_dim": 4, "gamma": 0.5}
+# Methods with a weight or a decision that depends on the version or on the step.
+SCHEDULED: dict[str, Callable[[], Method]] = {
+    "floats and booleans": lambda: Scheduled(),
+    "fraug": lambda: FRAug(**FRAUG),
+    "fraug, ramps of Laine and Aila": lambda: FRAug(
+        **FRAUG, ramp="laine_aila", prototype_ramp=True
+    ),
+    "fraug, reciprocal ramp": lambda: FRAug(**FRAUG, ramp="reciprocal"),
+    "fraug without RTNet": lambda: FRAug(**FRAUG, use_rtnet=False, residual=0.5),
+    "fedcm with a first plain round": lambda: FedCM(0.3, warm_start=True),
+    "vhl": lambda: Vhl(virtual=20, virtual_batch=5, align_epochs=1),
+}
+
+
+class TestWeightsThatChange:
+    """Test recorded steps of methods whose weights or decisions change during a run."""
+
+    @pytest.mark.parametrize("name", SCHEDULED)
+    def test_number_of_recordings_does_not_grow_with_the_number_of_rounds(self, name: str) -> None:
+        spec = study(SCHEDULED[name](), data=equal_clients(samples=90), lanes=1)
+        loops = [loop_of(run(spec, rounds=rounds)) for rounds in (4, 9)]
+        assert not loops[1].reads.facts
+        few, many = (len(loop.recordings) for loop in loops)
+        assert 0 < few == many
+
+    @pytest.mark.parametrize("name", SCHEDULED)
+    def test_recorded_steps_use_the_weights_of_their_round(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = study(SCHEDULED[name]())
+        assert_as_in_loop(spec, rounds=2)  # rounding errors of FRAug grow fast
+        replayed = run(spec, rounds=4)
+        monkeypatch.setattr(RecordedLanes, "_is_recorded", lambda loop, lane: False)
+        assert run(spec, rounds=4).bits == replayed.bits
+
+    @pytest.mark.parametrize("lanes", [1, 3])
+    def test_floats_of_client_state_differ_between_lanes(self, lanes: int) -> None:
+        assert_as_in_loop(study(Counting(), lanes=lanes), rounds=6)
+
+    def test_second_gradient_of_a_recorded_step_uses_the_weights_of_its_round(self) -> None:
+        assert_as_in_loop(study(Scheduled(), FedSAM(0.5)), rounds=4)
+
+
+class Scheduled(Method):
+    """A method with a loss term whose weight grows with the version, but only in even versions."""
+
+    name = "scheduled"
+
+    def begin(self, job: Any) -> None:
+        job.scratch["weight"] = 0.01 * job.version
+        job.scratch["is_even"] = job.version % 2 == 0
+
+    def loss(self, job: Any, out: Outputs, loss: Tensor) -> Tensor:
+        if not job.scratch["is_even"]:
+            return loss
+        return loss + job.scratch["weight"] * out.logits.square().mean()
+
+
+class Counting(Method):
+    """A method with a loss term whose weight grows with each job of the client."""
+
+    name = "counting"
+
+    def setup(self, run: Any) -> None:
+        run.client_state("weight", lambda samples: 0.0)
+
+    def begin(self, job: Any) -> None:
+        job.state["weight"] = job.state["weight"] + 0.01
+
+    def loss(self, job: Any, out: Outputs, loss: Tensor) -> Tensor:
+        return loss + job.state["weight"] * out.logits.square().mean()
+
+
 class Ramping(Method):
     """A method with a loss term that grows with the version."""
 
@@ -351,6 +428,26 @@ class Reporting(Method):
         return loss + out.logits.sum() * 0.0
 
 
+class Listing(Method):
+    """A method that reads a list in a step.
+
+    is_written: True if the step also writes the list.
+    """
+
+    name = "listing"
+
+    def __init__(self, is_written: bool):
+        self.is_written = is_written
+
+    def begin(self, job: Any) -> None:
+        job.scratch["weights"] = [0.0, 1.0]
+
+    def loss(self, job: Any, out: Outputs, loss: Tensor) -> Tensor:
+        if self.is_written:
+            job.scratch["weights"] = [0.0, 2.0]
+        return loss + job.scratch["weights"][0] * out.logits.sum()
+
+
 class Returning(Method):
     """A method with a hook that returns nothing."""
 
@@ -385,6 +482,12 @@ class TestRefusals:
     def test_error_says_which_method_writes_a_report_in_a_recorded_step(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
+
+    @pytest.mark.parametrize("is_written", [False, True])
+    def test_error_says_which_method_uses_a_list_in_a_recorded_step(self, is_written: bool) -> None:
+        assert not run(study(Listing(is_written), lanes=1, graph=False), rounds=1).failures
+        with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'listing'.*weights"):
+            run(study(Listing(is_written)), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
     def test_invalid_hook_raises_an_error_about_its_method_and_no_lanes_error(
