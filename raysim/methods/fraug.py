@@ -470,7 +470,8 @@ class FRAug(Method):
         with torch.no_grad():
             anchors = torch.cat([real, _anchors(job)])
             source = self._source(job, _noise(job, out)[:2], both_labels)
-            synthetic = self._synthetic(job, anchors, source, both_labels)
+            strength = job.scratch["strength"]
+            synthetic = self._synthetic(job, anchors, source, both_labels, strength)
         logits = job.model.head(synthetic)
         with torch.no_grad():
             _add_sums(job, real, source, logits.argmax(1) == both_labels)
@@ -551,19 +552,25 @@ class FRAug(Method):
             return rows
         return cast(Tensor, job.network("generator")(rows, labels))
 
-    def _synthetic(self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor) -> Tensor:
+    def _synthetic(
+        self,
+        job: LocalJob,
+        anchors: Tensor,
+        source: Tensor,
+        labels: Tensor,
+        strength: float | Tensor,
+    ) -> Tensor:
         """Return synthetic features [2B, D]: anchors + strength * RTNet(source, labels).
 
-        Without RTNet, return (1 - strength) * anchors + strength * source. The strength is rho, or
-        the setting `residual`.
+        Without RTNet, return (1 - strength) * anchors + strength * source.
         anchors: [2B, D], the real features, then the prototypes.
         source: [2B, ...], RTNet's input.
         labels: int64 [2B].
+        strength: rho, or the setting `residual`; a number or a scalar tensor.
         """
-        strength = job.scratch["strength"]
         if not self.use_rtnet:
-            return cast(Tensor, (1 - strength) * anchors + strength * source)
-        return cast(Tensor, anchors + strength * job.network("rtnet")(source, labels))
+            return (1 - strength) * anchors + strength * source
+        return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
 
 
 def _optional_count(key: str, value: int | None) -> int | None:

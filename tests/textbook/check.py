@@ -78,7 +78,10 @@ class RecordingTrainer(Trainer):
         draws = self.draws.setdefault(key, [])
         for step, batch in enumerate(job.batches):
             batches.append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
-            draws.append({name: values[step].clone() for name, values in context.draws.items()})
+            drawn = {name: values[step] for name, values in context.draws.items()}
+            # Other values are decisions, which a textbook makes itself.
+            tensors = {name: value for name, value in drawn.items() if isinstance(value, Tensor)}
+            draws.append({name: value.clone() for name, value in tensors.items()})
             yield batch
 
 
