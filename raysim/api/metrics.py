@@ -81,14 +81,13 @@ class ScoredTask(Protocol):
 class Metric:
     """A metric that a user defines by a function.
 
-    function: returns a score for each sample [n], or one number, from outputs [n, C] and the same
-    labels as the loss.
+    function: takes outputs [n, C] and the same labels as the loss. It returns a score for each
+    sample, [n], or one number for all of them.
     name: None takes the function's name.
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
     per: "sample" if the function returns a score for each sample; the metric is the mean of these
-    scores. "set" if it returns one number for all samples of the central test set, a client or a
-    domain. With None, raysim calls the function with random data to find out. If labels are
-    dictionaries or lists of arrays, None means "sample".
+    scores. "set" if the function returns one number, for the central test set, a client or a
+    domain. None finds out by a call with random data, and means "sample" for structured labels.
     """
 
     function: MetricFunction

@@ -36,9 +36,9 @@ class MetricRule:
     """A metric: the two functions that compute the score of a set of samples.
 
     rows: returns a value or an array for each sample, [B, ...], from outputs [B, C] and labels.
-    None if the score needs the outputs and labels of the whole set.
-    summarise: returns the score of a set. Its argument has an entry for each sample of the set:
-    what `rows` returned for the sample, or the sample's outputs and labels if `rows` is None.
+    None if the score needs the whole set at once.
+    summarise: returns the score of a set from an array with an entry for each sample. An entry is
+    the value from `rows`, or the sample's outputs and labels if `rows` is None.
     higher: True if a higher score is better.
     """
 
@@ -56,9 +56,9 @@ class Objective:
     losses: returns the loss of each sample, [B].
     metrics: all metrics of this task type; the first `usual_metrics` are computed by default.
     has_ignored: True if labels `IGNORED` do not count in the losses.
-    parts: a function for tasks in which the loss of a set is a mean over labels, such as tokens. It
-    returns two numbers for each sample, [B, 2]: the sum of its labels' losses, and the number of
-    its labels. None means that the loss of a set is a mean over samples.
+    parts: None if the loss of a set is a mean over samples. If it is a mean over labels, such as
+    tokens, a function that returns [B, 2]: the sum of each sample's losses, and the number of its
+    labels.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]

@@ -26,12 +26,12 @@ class ClientFacts:
 
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs in the aggregations so far; failed jobs count, too.
-    loss: the mean training loss of the last aggregated job.
-    norm: the Euclidean norm of the last aggregated job's update. `loss` and `norm` are nan if the
-    rule does not name them in `reports`.
-    seconds: the virtual seconds from the dispatch to the finish of the last finished job.
-    last_finish: the virtual second in which the last finished job finished. For both, lost jobs do
-    not count as finished.
+    loss: the mean training loss of the last aggregated job. It is known only if the selection rule
+    has "loss" in `reports`.
+    norm: the Euclidean norm of the last aggregated update. It is known only if the selection rule
+    has "norm" in `reports`.
+    seconds: the duration of the last job that was not lost, in virtual seconds.
+    last_finish: the virtual second in which this last job finished.
     staleness: the staleness of the last job in an aggregation; failed jobs count, too.
     """
 
@@ -79,8 +79,8 @@ def draw_weighted(
 class SelectionView:
     """The argument of a selection rule: the idle and available clients, with facts about each.
 
-    Properties such as `samples` and `loss` have a value for each of `clients`. Only raysim uses the
-    fields that are functions.
+    Properties such as `samples` and `loss` have a value for each of `clients`. A rule does not use
+    the fields that are functions; they are for raysim.
 
     count: the largest number of clients to choose.
     pool: the pool to choose from; -1 means all clients.
@@ -207,12 +207,12 @@ class SelectionView:
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
         """Return the current model's loss on each client's training samples, float64 [clients].
 
-        The rule must set `measures = True`, and may measure once in each call of `select`. A client
-        receives the model and sends one float. Jobs start when the slowest client has sent its
-        loss. All losses are nan while virtual time is estimated before a run.
+        The rule must set `measures = True`, and may call `measure` once in each `select`. On the
+        virtual clock, each client receives the model and sends one float. Jobs start when the
+        slowest client has sent its loss. While a run is only planned, all losses are nan.
         clients: one or more of `self.clients`.
-        samples: the largest number of samples of each client; None means all. They are drawn again
-        after each aggregation.
+        samples: the largest number of samples of each client, drawn again after each aggregation;
+        None means all.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 

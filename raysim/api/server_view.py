@@ -25,11 +25,9 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: in the planner's order.
-    deltas: `Update.delta` of each update, the trained minus the received parameters and buffers,
-    [layout.shared], on the CPU.
-    It is empty unless a method overrides `weigh` or `combine`, or calls `Setup.read_updates` or
-    `Setup.change_updates`.
+    updates: the updates, in the planner's order.
+    deltas: `Update.delta` of each update, [layout.shared], on the CPU. It is empty unless a method
+    overrides `weigh` or `combine`, or calls `Setup.read_updates` or `Setup.change_updates`.
     weights: one for each update, not normalised.
     bases: the base versions, by `update.version`.
     normaliser: a function of the weights that returns the divisor of the weighted sum.

@@ -65,12 +65,13 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
-    value: called as value(server), or as value(client, server) if `to` is "client". It returns the
-    tensor, or None to send nothing now. Without a function, the server state `name` is sent.
+    value: a function that returns the tensor, or None to send nothing now. It is called as
+    value(server), or value(client, server) if `to` is "client". Without a function, the server
+    state `name` is sent.
     floats: the size, a number or a function of the layout.
-    to: "all" sends it with each version, "once" with a client's first job, "client" sends each
+    to: "all" sends it with each version, and "once" with a client's first job. "client" sends each
     client a tensor of its own.
-    when: returns True if traffic and virtual time count the tensor for a job.
+    when: a function of a job; False if traffic and virtual time do not count the tensor.
     varies: True if `floats` is only the size in version 0.
     """
 
@@ -209,14 +210,14 @@ class Setup:
 
     It also has facts about the run:
 
-    - rounds: the number of aggregations.
-    - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
     - methods: all methods of the list, with the hooks that each overrides.
+    - rounds: the number of aggregations.
+    - weighting: the setting `weighting`; None lets methods decide.
     - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if an update may start from an earlier version than the current one.
-    - devices: the kinds of devices, such as "phone" (`devices.names`), and the position in them of
-      each client's kind (`devices.kinds`). None without a fleet, as in tests.
+    - devices: `devices.names` lists the kinds of devices, such as "phone". `devices.kinds` has each
+      client's kind as a position in this list. None without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 
@@ -439,10 +440,10 @@ class Setup:
         the server state `name` is sent.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        once: True sends it with a client's first job only; later jobs see it, too. raysim computes
-        it before round 0, and again when it continues a run; the value must be the same.
-        when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
-        other jobs must not use it.
+        once: True sends the tensor with a client's first job only; later jobs see it, too. raysim
+        computes it before round 0, and again when it continues a run; the value must be the same.
+        when: a function of a job that returns True if the job's hooks use the tensor. Traffic and
+        virtual time count it only for these jobs.
         varies: True allows other sizes than `floats` after version 0. Planning then waits for the
         real size. It cannot be used with `once` or `when`.
         """
@@ -470,8 +471,8 @@ class Setup:
         None to send nothing now.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        when: returns True if traffic and virtual time count the tensor for a job. The hooks of all
-        other jobs must not use it.
+        when: a function of a job that returns True if the job's hooks use the tensor. Traffic and
+        virtual time count it only for these jobs.
         """
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
@@ -499,11 +500,10 @@ class Setup:
         `aggregation.uploads(name)`.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        planned: a function for a tensor whose size changes. Virtual time needs the size before the
-        job is trained, so this function estimates it, in floats, for all jobs that start after
-        version 0. Its argument is the number of floats in the tensors that this method sends to the
-        client with `varies=True`. Traffic counts the real size. None means that the size is always
-        `floats`.
+        planned: None if the size is always `floats`. Otherwise a function that estimates the size
+        for virtual time, before a job is trained. Its argument is the number of floats that this
+        method sends to the client with `varies=True`. In version 0 the size is `floats`. Traffic
+        counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:

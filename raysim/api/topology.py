@@ -104,11 +104,11 @@ class ClusterView:
 
     members: int64 [m], the replica's clients with training samples, ascending.
     clients: int64 [n], the members with an update in the aggregation.
-    deltas: the updates of `clients`, in the same order, float32 [layout.trained] each.
+    deltas: for each of `clients`, its update, float32 [layout.trained].
     weights: float64 [clients of the run], the weight of each client in an aggregation.
     free: the replicas without clients, ascending.
     state: the rule's arrays, which it may change in place; checkpoints contain them.
-    report: numbers that the rule adds to the aggregation's row of the history, by column.
+    report: numbers for the aggregation's row of the history, by column; the rule adds them.
     """
 
     replica: int
@@ -153,32 +153,35 @@ class ClusterRule:
 class Network:
     """The replicas of a run and their exchanges.
 
-    replica_of: int64 [clients], the replica that serves each client.
-    mixing: the weights in an exchange, from `mixing_matrix`; None means no exchanges.
-    shares: float64 [replicas], the weight of each replica in the mean of all replicas, which is
-    scored as the shared model. None means equal weights. If clients move between replicas, a
-    replica's weight is instead the number of its clients' training samples.
+    With `chosen_by_loss` or `clusters`, clients move between replicas, and a replica may have no
+    clients.
 
+    replica_of: int64 [clients], the replica that serves each client (at the start, if clients
+    move).
+    mixing: the weights in an exchange, from `mixing_matrix`; None means no exchanges.
+    shares: float64 [replicas], the weights of the replicas in their mean, which is scored as the
+    shared model. None means equal weights. If clients move, a replica's weight is instead the
+    number of its clients' training samples.
+
+    own_schedules: True gives each replica a schedule of its own.
     every: the number of aggregations between two exchanges. With `own_schedules`, each replica must
-    make this number of aggregations of its own. Otherwise all aggregations of the run count.
+    make this number of aggregations. Otherwise all aggregations of the run count.
     seconds: the virtual seconds between two exchanges; 0 uses `every`.
     link_seconds: the virtual seconds that an exchange takes.
     link_floats: the floats that travel in an exchange, for all replicas together.
 
-    own_schedules: True gives each replica a schedule of its own.
     on_clients: True if clients store their replicas, so that jobs do not send or receive the model.
     Only replicas with an update then take part in an exchange, unless `pairwise` is True.
-    client_floats: [clients], the floats that each client sends to other clients in an exchange. It
-    receives as many. None unless `on_clients` is True.
-    pairwise: True if each replica with updates draws a neighbour (by `seed`), and both become the
-    mean of the two.
-    mixes_first: True if an exchange comes before the updates of the aggregation.
+    client_floats: [clients], the floats that each client sends to other clients in an exchange, and
+    also receives. None unless `on_clients` is True.
+    pairwise: True if each replica with updates draws a neighbour (by `seed`), and both replicas
+    become their mean.
+    mixes_first: True if an exchange comes before the updates of the aggregation are added.
 
     chosen_by_loss: True if each job receives all replicas and trains the one with the smallest loss
     on the client's training samples. All replicas except number 0 then start from new random
     parameters.
-    clusters: the rule that moves clients between replicas by their updates. With it or
-    `chosen_by_loss`, `replica_of` holds only at the start, and a replica may have no clients.
+    clusters: the rule that moves clients between replicas by their updates.
 
     warnings: texts for the user.
     name: the word for a replica in texts for the user, such as "edge".
@@ -313,9 +316,9 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return the mixing matrix of an exchange in sparse form.
 
-    weights: an array [replicas, replicas], or a sequence with a dictionary for each row. A
-    dictionary maps the numbers of replicas to their weights; replicas that are not in it have the
-    weight 0. Row r has the weights of the mean that becomes replica r's next vector.
+    weights: row r has the weights of the mean that becomes replica r's next vector. Give an array
+    [replicas, replicas], or a dictionary for each row. A dictionary maps replicas to weights;
+    missing replicas have the weight 0.
     key: the name of the setting, for errors.
     Raises ValueError if a weight is negative, not finite, or belongs to a replica that does not
     exist. Also raises ValueError if the weights of a row do not sum to 1.

@@ -3,19 +3,19 @@
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization" (NeurIPS 2019), Algorithm 1.
 
-For each matrix M [n, m], a message has P [n, r] and Q [m, r], where r is the rank:
+A message has P [n, r] and Q [m, r] for each matrix M [n, m], where r is the rank:
 
     P <- orthogonalise(M Q)    with the Q of the sender's previous message
     Q <- M' P                  M' is the transpose of M
-    C(M) = P Q'
+    C(M) = P Q'                the decoded matrix
 
-The first Q has normal random numbers, which are the same for all senders. The first dimension of a
-larger tensor gives the rows of its matrix. Vectors, and matrices that P and Q would not make
+The first Q has normal random numbers, the same for all senders. A tensor of more dimensions is read
+as a matrix with its first dimension as rows. Vectors, and matrices that P and Q would not make
 smaller, are sent unchanged.
 
 Departures from the paper
 - Each client sends its own P and Q. In the paper the workers average P, and then Q.
-- The paper uses error feedback. To use it, set compression.feedback=ef14.
+- There is no error feedback by default. For the paper's, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition, in place of Gram-Schmidt.
 """
 

@@ -6,14 +6,13 @@ Pedarsani, "FedPAQ: A Communication-Efficient Federated Learning Method with Per
 Quantization" (AISTATS 2020), Example 1; Wen et al., "TernGrad: Ternary Gradients to Reduce
 Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Section 3.3.
 
-An entry v_i becomes C(v)_i, with a random number u that is uniform in [0, 1):
+Let s be the number of levels above 0, and u a random number that is uniform in [0, 1). A bucket is
+a range of consecutive entries, and |v| the norm of the bucket of entry v_i. Let m be the largest
+absolute value, after clipping, in the tensor of v_i. Then v_i is decoded as
 
-    qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s
+    qsgd      |v| sign(v_i) floor(s |v_i| / |v| + u) / s
     fedpaq    the same as qsgd, with one bucket for all parameters
-    terngrad  C(v)_i = m sign(v_i) if |v_i| > m u, else 0
-
-s is the number of levels above 0. |v| is the norm of the bucket of consecutive entries that
-contains v_i. m is the largest absolute value of the tensor that contains v_i, after clipping.
+    terngrad  m sign(v_i) if |v_i| > m u, else 0
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here the level and the sign of an entry
@@ -64,6 +63,7 @@ def _round_randomly(
 
     values: float32 [entries]. The sender's next memory overwrites them, unless `buffer` is empty.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
+    scales: [buckets], the scale c of each bucket.
     key: the low and the high word of the message's random number, uint32 [2].
     steps: uint32 [CHUNK], with i * `GOLDEN` modulo 2^32 in entry i.
     digits: [entries], the array to fill.
@@ -74,7 +74,7 @@ def _round_randomly(
         "ef14"     [entries], to fill with the decoded values    empty
         "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
-    While the sender's memory is empty, both are empty, as with "none".
+    While the sender's memory is empty, `buffer` and `old_memory` are empty, too.
     contraction: the factor by which decoded values are multiplied under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one

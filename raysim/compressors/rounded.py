@@ -1,13 +1,11 @@
 """Send numbers with fewer bits: as float16, or as int8 or fp8 with a scale for each block.
 
-Entry v_i of the vector is decoded as
+A block is a range of consecutive entries, and a the largest absolute value in the block of entry
+v_i. Let e4m3(x) be the number of the 8-bit format E4M3 that is nearest to x. Then v_i is decoded as
 
     float16  the nearest number of 16 bits; beyond -65504 and 65504, the nearer of these two
-    int8     s * round(v_i / s), with s = max |v_j| / 127
-    fp8      s * e4m3(v_i / s), with s = max |v_j| / 448
-
-The maximum is over the block of consecutive entries that contains entry i. e4m3(x) is the number of
-the 8-bit format E4M3 that is nearest to x.
+    int8     s * round(v_i / s), with s = a / 127
+    fp8      s * e4m3(v_i / s), with s = a / 448
 
 Sources: for fp8, Micikevicius et al., "FP8 Formats for Deep Learning" (2022). For blocks, Dettmers,
 Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). The

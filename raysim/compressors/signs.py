@@ -12,10 +12,12 @@ Sources: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed O
 Non-Convex Problems" (ICML 2018), Algorithm 3. For size=None: Karimireddy, Rebjock, Stich and Jaggi,
 "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), Algorithm 1.
 
-Choices that the papers leave open
+Choice that the papers leave open
 - sign(0) is 1.
-- Votes have the weights of the updates. To give each client one vote, as in the paper, set
-  weighting=uniform.
+
+Departure from the papers
+- A vote has the weight of the client's update. In the paper each client has one vote; to do the
+  same, set weighting=uniform.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Sparse messages: the largest entries, or random ones.
 
-With k of d entries sent, entry v_i of the vector is decoded as
+A message has k of the d entries of a vector. All other entries are decoded as 0. A sent entry v_i
+is decoded as
 
-    topk   v_i for the k entries of the largest |v_i|, else 0
-    randk  (d / k) v_i for k random entries, else 0; with error feedback v_i in place of (d / k) v_i
+    topk   v_i; the k entries have the largest |v_i|
+    randk  (d / k) v_i, or v_i with error feedback; the k entries are random
 
 Sources: for topk, Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP
 2017), and Alistarh et al., "The Convergence of Sparsified Gradient Methods" (NeurIPS 2018). For
@@ -123,13 +124,13 @@ def _difference(
 def _candidates(
     values: np.ndarray, count: int, memory: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Find candidates for the largest absolute values in the difference `values - memory`.
+    """Find candidates for the `count` largest absolute values in the difference `values - memory`.
 
     A sample of the entries gives a threshold. The candidates are all entries with an absolute value
-    of at least this threshold, and include the `count` largest ones. Return their ascending
-    positions and their values in the difference.
-    Return None if the vector is short, if `count` is a large part of it, or if the threshold turns
-    out to be too low or too high. An empty `memory` stands for zeros.
+    of at least this threshold. Return their ascending positions and their values in the difference.
+    The `count` largest entries are among them.
+    Return None for a short vector, a large `count`, or a threshold that was too low or too high. An
+    empty `memory` stands for zeros.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:

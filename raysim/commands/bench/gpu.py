@@ -8,9 +8,8 @@ It needs neither Ray nor Hydra, and measures:
 - the speed of the workloads G1 to G4, compared with a plain PyTorch loop;
 - where the time of the workload G1 goes (a profile).
 
-G1 and G2 have the sizes of FedBR's RotatedMNIST, and of CIFAR-10 with VGG11. G3 is CIFAR-10 with
-ResNet-18. G4 has no convolutions. All pictures are synthetic. A later call with other --parts adds
-to DIR/results.json and DIR/page.md.
+The workloads have synthetic pictures in the sizes of known data sets (`WORKLOADS`). A later call
+with other --parts adds to DIR/results.json and DIR/page.md.
 """
 
 from __future__ import annotations
@@ -292,11 +291,11 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     """Run a method on the measured device; yield how far its results are from a reference run.
 
     There is a row for each of `CHECKED_MODES` and each dtype. The reference run is on the CPU,
-    without lanes and graphs. If training steps draw random numbers, the reference run is on the
-    measured device instead, and modes with graphs are left out.
+    without lanes and graphs. If training steps draw random numbers, it is on the measured device
+    instead. Modes with graphs are then left out.
 
-    "distance" in a row is the largest difference between the results of the two runs, divided by
-    the largest change of a parameter in the reference run in float64. "allowed" is the largest
+    "distance" in a row is the largest difference between the results of the two runs. It is divided
+    by the largest change of a parameter in the reference run in float64. "allowed" is the largest
     distance that is accepted.
 
     make: the class of the method; None stands for FedAvg.

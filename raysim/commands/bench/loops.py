@@ -94,11 +94,12 @@ class LoopResult:
     The bare loop uses `torch.optim.SGD`. The tuned loop updates all parameters in one operation.
 
     lanes: raysim's number of lanes.
-    raysim, bare, floor: the seconds per round of raysim, of the bare loop and of the tuned loop.
-    Each is the median over blocks of rounds. `floor` is None if the tuned loop was not measured.
+    raysim: raysim's seconds per round. All seconds are medians over blocks of rounds.
+    bare: the bare loop's seconds per round.
     ratios: for each block, raysim's seconds divided by those of the bare loop.
-    to_floor: for each block, raysim's seconds divided by those of the tuned loop.
     limit: the largest allowed median of `ratios`.
+    floor: the tuned loop's seconds per round; None if it was not measured.
+    to_floor: for each block, raysim's seconds divided by those of the tuned loop.
     """
 
     workload: str

@@ -1,9 +1,11 @@
 """Measure the time of a method's local step compared with FedAvg: `raysim bench steps`.
 
-A method and its reference are measured in turns. The reference is FedBN for FRAug, and FedAvg for
-all other methods. The result is the median ratio of their times. For most methods, the limit of
-this ratio follows from the passes in a step: the cost of the method's passes, divided by the cost
-of FedAvg's passes, plus a few percent. A forward pass costs 1, a backward pass 2.
+A method and its reference are measured in turns; the result is the median ratio of their times. The
+reference is FedBN for FRAug, and FedAvg for all other methods.
+
+Most limits of this ratio follow from the passes in a step; a forward pass costs 1, a backward pass
+2. Such a limit is the cost of the method's passes divided by that of FedAvg's passes, plus a few
+percent.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ FedScale has two pickled dictionaries with values for each client:
 - `client_behave_trace`: a client is available from active[i] to inactive[i] (seconds). The times
   repeat after "finish_time" seconds.
 
-The two describe different clients. The i-th client of `client_behave_trace` gets the i-th capacity;
-capacities repeat if there are too few. Clients that cannot be converted are left out. The trace
-numbers its clients from 0.
+The dictionaries describe different clients. The i-th client of `client_behave_trace` gets the i-th
+entry of `client_device_capacity`, which repeats if it is too short. Clients that cannot be
+converted are left out. The trace numbers its clients from 0.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     """Return the study that the overrides describe; the runs of the first seed come first.
 
     overrides: such as "method=fedavg,fedprox", "seed=0..4" and "rounds=20". There is a run for each
-    combination of values. If a run does not have a key, it ignores the override of this key; for
-    example, runs of FedAvg have no method.fedprox.mu. With resume=latest, the overrides that are
-    stored in the folder `out=` are added.
+    combination of values. A run that does not have a key, such as FedAvg without method.fedprox.mu,
+    ignores the key's override. With resume=latest, the overrides that are stored in the folder
+    `out=` are added.
     conf: the user's own folders of options.
 
     Raise `RefusedError` if no run has a key, or if the folder exists without resume=latest.

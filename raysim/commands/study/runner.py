@@ -116,13 +116,11 @@ def make_runs(
     say: Say = print,
     show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Execute the runs that are not finished; return the reasons why runs failed.
-
-    The result maps the name of each failed run to its reason.
+    """Execute the runs that are not finished; return the reason of each failed run, by its name.
 
     allow: the user's own packages whose classes the options may use.
-    say: function that gets a line for each run that has ended, and one about runs that were
-    finished before.
+    say: function that gets a line for each run that has ended. It also gets a line about runs that
+    were finished before the call.
     show: function that displays the progress. Its first argument is "running: NAMES". If `parallel`
     is 1, it also gets a second text after every round, such as " · round 3/20".
 

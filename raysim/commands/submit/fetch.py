@@ -63,10 +63,10 @@ def fetch(
     job: the id that `raysim submit` prints, or the URL of a run.
     target: the folder here; None takes the name of the job's folder, in the current folder.
     address: the URL of the job server; None reads Ray's environment variables, or takes the local
-    one.
+    server.
     folder: the results folder on the job's node; None takes out= of the job's command.
     limit_mb: the largest size in MB of the packed folder; not used for results at a URL.
-    Raise `RefusedError` if there is no such job or folder, or if the limit is exceeded, and
+    Raise `RefusedError` for a missing job or folder, or a folder above the limit. Raise
     `RunStoppedError` if the connection is lost for too long.
     """
     if is_url(job):

@@ -342,14 +342,15 @@ def submit(
 ) -> int:
     """Pack, upload and start a job; with `wait`, return the exit status of its command.
 
-    address: the job server of the cluster; None reads Ray's environment variables.
+    address: the URL of the job server; None reads Ray's environment variables, or takes the local
+    server.
     extra: the files and folders of --with.
     limit_mb: the largest size of the files in MB.
     wait: True prints the job's output until its end; False returns 0 after the start.
 
-    Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the job server no
-    longer answers or knows the job. Ctrl-C does not stop the job: KeyboardInterrupt names the
-    commands that show and stop it.
+    Raise `RefusedError` if the job cannot be started. Raise `RunStoppedError` if the job server no
+    longer answers or knows the job. Ctrl-C raises KeyboardInterrupt with the commands that show and
+    stop the job, which continues.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

@@ -40,10 +40,11 @@ class SweepOverrides:
 def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ()) -> SweepOverrides:
     """Sort a sweep's overrides into its options, keys to search, and fixed values.
 
-    - "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option.
-    - A searched key has a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
+    - Options: "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option.
+    - A key to search has a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
       "local.lr='tag(log, interval(1e-3, 1))'".
-    - A fixed value, such as "rounds=20", replaces values for its key in the chosen file.
+    - A fixed value, such as "rounds=20", replaces the values to search for its key in the chosen
+      file.
 
     folders: the user's own folders of options.
 

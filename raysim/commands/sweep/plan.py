@@ -70,10 +70,10 @@ class SweepOptions:
     trials.
     scheduler: "asha" stops worse trials early (asynchronous successive halving). "pbt" replaces
     worse trials by changed copies of better ones (population-based training).
-    trials: null tries all combinations with search="grid", and 16 trials otherwise.
+    trials: the number of trials; null means all combinations with search="grid", else 16.
     metric: the history column whose last value ranks the trials. null takes the main metric on
-    validation samples. If a trial has no validation samples, null takes it on the central test set
-    instead, or on the clients' test sets if there is no central one.
+    validation samples. Without validation samples, null takes it on the central test set, or
+    without one on the clients' test sets.
     mode: "max" if a higher metric is better, else "min"; null decides by the metric.
     seeds: the number of runs of each trial. Trials are compared by the means over their runs.
     concurrent: the number of trials at a time; null means as many as fit.
