@@ -37,12 +37,12 @@ class Leaf(Source):
     """A source that reads LEAF's root/train/*.json and root/test/*.json (Caldas et al. 2018).
 
     Every user is a domain. An input is a text, a list of numbers, the name of a picture file
-    (CelebA), or a list of fields with a text (Sent140). Characters are tokens. Labels that are
-    single characters (Shakespeare) are 80 classes, as in LEAF.
-    With data.kind=causal, the texts are documents for a language model. The overlapping texts of
-    Shakespeare are first joined (`join_windows`).
-    length: the largest number of characters of an input. Of a longer text, only the end is used.
-    With data.kind=causal, a longer document is cut into several samples.
+    (CelebA), or a list of fields with a text (Sent140). Each character of a text is a token. If all
+    labels are single characters (Shakespeare), there are 80 classes, as in LEAF.
+    With data.kind=causal, the texts are documents for a language model. Shakespeare's texts
+    overlap, and are first joined (`join_windows`).
+    length: the largest number of characters of an input. Of a longer text, only the last characters
+    are used. With data.kind=causal, a longer document is cut into several samples instead.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None for flat
     arrays.
     images: the folder of the pictures, if any.
@@ -309,12 +309,13 @@ class Markov(Source):
     vocabulary: the number of different tokens, without the padding.
     length: the number of tokens of a sequence, including its padding.
     shortest: the smallest number of tokens of a sequence, without its padding.
-    label: "next" predicts the token after the sequence. The transition probabilities of user u are
-    (1 - skew) P + skew Q_u; all users share P. "chain" predicts which chain generated the sequence.
-    A share `skew` of a user's sequences comes from the user's favourite chain, and the others come
-    from random chains.
+    label: what to predict: "next" is the token after the sequence, "chain" is the Markov chain that
+    generated the sequence.
     chains: with label="chain", the number of Markov chains.
-    skew: how much users differ, from 0 (equal) to 1.
+    skew: how much users differ, from 0 (equal) to 1. With label="next", user u has the transition
+    probabilities (1 - skew) P + skew Q_u; all users share P. With label="chain", a share `skew` of
+    a user's sequences comes from the user's favourite chain. Every other sequence comes from a
+    random chain.
     seed: the seed of the data, which the run's seed does not change.
     """
 

@@ -101,13 +101,13 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries. The first one has the objects, by group or by "method.NAME". The second
-    one has the values, by group. A value is the name of an option or a dictionary of settings; the
-    value of "method" is a list of names.
+    Return two dictionaries: objects by group or by "method.NAME", and values by group. A value is
+    the name of an option or a dictionary of settings; the value of "method" is a list of names.
     parts: the arguments by group, each of which may be None. A dictionary for "data" counts as an
     object, and so does a dictionary of lists of rows for "partition".
     methods: a list of method objects and names, or None.
-    Raise `RefusedError` if `methods` is not such a list, or if two objects have the same name.
+    Raise `RefusedError` if `methods` is not such a list, or if two method objects have the same
+    name.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -175,13 +175,12 @@ def describe_objects(
 ) -> UserObjects:
     """Return the user's objects, and the entries of the configuration that describe them.
 
-    Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
-    have settings that overrides can change.
+    Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Overrides can
+    change the settings of these wrappers, but not of other objects.
     objects: the user's objects, by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the keys of `objects`.
     config: the configuration. For a resumed run, it has the stored settings of the wrappers.
-    Raise `RefusedError` for an object of a wrong type, and for a setting that an object does not
-    have.
+    Raise `RefusedError` for an object of a wrong type, and for an override that has no effect.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():

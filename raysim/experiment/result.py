@@ -154,12 +154,12 @@ class Result:
     def model(self, best: bool = False) -> nn.Module:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
-        Its `state_dict` has the same keys as that of the user's model.
-        best: True loads the weights of the best round. This is the round with the best validation
-        score. Without validation samples, it is the round with the lowest training loss.
-        `summary["best_model"]["round"]` is the number of the best round.
+        Its `state_dict` has the keys of the user's model.
+        best: True loads the weights of the best round: the one with the best validation score or,
+        without validation samples, the lowest training loss. `summary["best_model"]["round"]` is
+        its number.
         Raise `RefusedError` if the run has not finished, if clients have personal parameters, or if
-        a learner's parameters are bytes. Raise it for `best` if no round has a finite score.
+        a learner's parameters are bytes. With `best`, also raise it if no round has a finite score.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -179,14 +179,15 @@ class Result:
     ) -> list[str]:
         """Return each prompt, followed by the text that the language model writes after it.
 
-        Without prompts, the model writes one document. The random numbers depend on the run's seed.
+        Without prompts, the model writes one document. The run's seed decides the random numbers.
         tokens: the largest number of tokens that the model adds to a prompt.
         temperature: the divisor of the logits before a token is drawn; 0 always takes the most
         probable token.
         best: True uses the weights of the best round, False the final ones.
-        client: the client whose own model writes (`client_model`); None uses the shared model.
-        Raise `RefusedError` if the data are not text, if the vocabulary cannot encode a prompt, for
-        `best=True` with a client, and if the model is missing.
+        client: the client whose own model writes (`client_model`); None uses the shared model. A
+        client and `best=True` cannot be combined.
+        Raise `RefusedError` if the data are not text, the vocabulary cannot encode a prompt, or the
+        model is missing.
         """
         spec = self.experiment.spec
         if spec.task.kind != "causal":
@@ -254,7 +255,7 @@ class Result:
         client: None uses the shared model and the central test set. A number uses the client's own
         model and test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        model that the run scored last. Without a checkpoint of the last round, it uses the final
+        model of the run's last evaluation or, if the last round has no checkpoint, the final
         version.
         Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
         checkpoint is missing. With client=None, also raise it if clients have personal parameters.

@@ -104,11 +104,11 @@ class SteppedRun:
 
     config: the run's configuration, as `configure_run` returns it.
     log: the file that gets the printed output and the error.
-    start_events: function of the run, its folder and the checkpoint's address ("" for none). It
-    starts the run and returns the events.
+    start_events: function that starts the run and returns its events. Its arguments are the run,
+    the run's folder and a checkpoint's address ("" for none).
     allow: packages besides raysim that the configuration may name.
     accepts_changes: True if an unfinished run may continue with other settings.
-    Raise `RunFailedError` for a run that cannot be made.
+    Raise `RunFailedError` if the run cannot be built or started.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ Source: Flower (Beutel et al., arXiv:2007.14390), version 1.42.
 Choices
 - raysim aggregates the updates. A project's ServerApp provides only the initial parameters and the
   config of its first message for training. `raysim flower run` runs the whole ServerApp.
-- The app loads its own data. `data` and `partition` set only the numbers of clients and samples,
-  which decide virtual time and weights.
+- The app loads its own data. `data` and `partition` decide only the numbers of clients and samples,
+  from which virtual time and weights follow.
 - The state in an app's Context is the client's state.
 """
 
@@ -40,12 +40,12 @@ class FlowerLearner(Learner):
     app: "module:object" of a ClientApp, a client_fn or a class of clients. "" uses the ClientApp in
     the project's pyproject.toml.
     folder: the project's folder; None is the current folder.
-    run_config: values that replace those in the project's run config.
-    train_config: values in the config of each message for training. They are added to the config of
-    the ServerApp's first message, and replace values of the same name.
+    run_config: values that replace values of the same name in the project's run config.
+    train_config: values that are added to the config of each training message, or replace values of
+    the same name. This config comes from the ServerApp's first training message.
     evaluate_config: the values in the config of each message for evaluation.
     parameters: "module:function" that returns the initial parameters. "" gets them from the
-    project's ServerApp, or else from `get_parameters` of client 0.
+    project's ServerApp or, without a ServerApp, from `get_parameters` of client 0.
 
     Raises `RefusedError` for an app that cannot be used.
     """

@@ -52,14 +52,14 @@ def start_simulation(
 ) -> History:
     """Run rounds of federated learning with simulated clients; return Flower's history.
 
-    The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`. Clients
-    have the cids "0" to "N-1", as in Flower before version 1.9.
+    The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`.
     client_fn: function that makes a client.
-    num_clients: the number N of clients.
+    num_clients: the number N of clients. Their cids are "0" to "N-1", as in Flower before version
+    1.9.
     clients_ids: must be None.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
-    server: None makes a server from `strategy` and `client_manager`. If a server is given, these
-    two arguments have no effect.
+    server: None makes a server from `strategy` and `client_manager`. With a server of your own,
+    these two arguments have no effect.
     config: the number of rounds, and the virtual seconds that a round waits for replies. None runs
     one round without such a limit.
     strategy: None is Flower's FedAvg.
@@ -67,15 +67,16 @@ def start_simulation(
     ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: have no effect.
 
     seed: the seed of `random`, NumPy, torch and the fleet.
-    samples: the assumed number of samples that a training message takes; the virtual clock uses it.
+    samples: the number of samples that a training message takes on the virtual clock.
     fleet: None is `Ideal()`.
     runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
     workers: None starts as many as fit.
     out: the run's folder; None stores nothing.
     resume: True continues the run in `out`.
 
-    Raises ValueError for wrong arguments. Raises RunStoppedError if the strategy fails or several
-    workers die. Raises ReplayError if a continued run does not send the same messages again.
+    Raises ValueError for wrong arguments.
+    Raises RunStoppedError if the strategy fails or several workers die.
+    Raises ReplayError if a continued run does not send the same messages again.
     """
     if clients_ids is not None:
         raise RefusedError("clients_ids: Flower no longer supports it. Set num_clients instead.")

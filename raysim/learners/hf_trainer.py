@@ -1,15 +1,15 @@
 """Local training by the `Trainer` of Hugging Face's transformers.
 
-The run's model need not be one of transformers.
+The run's model need not be a model of transformers.
 
 Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020).
 
 Choices
-- The loss is the run's. Learning rate, batch size, length of training, weight decay and clipping
-  come from `local.*`. `options` sets or overrides any argument of `TrainingArguments`.
-- The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job. Its
-  weight decay leaves out biases, layers of the type LayerNorm, and layers with a name such as
-  "norm". Most BatchNorm and GroupNorm layers have weight decay.
+- The loss is the run's loss. Learning rate, batch size, length of training, weight decay and
+  clipping come from `local.*`. `options` sets or overrides any argument of `TrainingArguments`.
+- The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job.
+- Biases, layers of the type LayerNorm, and layers with a name such as "norm" have no weight decay.
+  Most BatchNorm and GroupNorm layers have it.
 - The Trainer writes no files and reports nowhere.
 """
 

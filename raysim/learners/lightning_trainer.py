@@ -1,12 +1,13 @@
 """Local training by the `Trainer` of Lightning.
 
-To use your own module, derive a class from `LightningTrainer` and override its function `module`.
+To train your own module, derive a class from `LightningTrainer` and override its function `module`.
 
 Source: Falcon et al., "PyTorch Lightning" (2019).
 
 Choices
-- The default module has the run's loss, and the optimizer of torch that `local.optimizer` names.
-  The optimizer takes only `local.lr`, `local.weight_decay` and, for SGD, `local.momentum`.
+- The default module has the run's loss and the optimizer that `local.optimizer` names. Of the
+  optimizer's settings, only `local.lr`, `local.weight_decay` and, for SGD, `local.momentum` are
+  used.
 - The length of training and the clipping of gradients come from `local.*`. `options` sets or
   overrides any argument of `lightning.Trainer`.
 - The Trainer writes no files, shows nothing and uses one device.

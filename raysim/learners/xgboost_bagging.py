@@ -1,15 +1,14 @@
 """Gradient boosting over clients: each client adds trees, the server joins all trees.
 
 A client continues boosting the received ensemble and returns only its new trees. The server appends
-all new trees and multiplies their leaves by the weight of the client's update. So a round adds the
-mean of the clients' predictions.
+all new trees, and multiplies their leaves by the weight of the client's update. So a round adds the
+weighted mean of the predictions of all clients' new trees.
 
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016).
 
 Departures from the examples of Flower and NVFlare ("bagging")
-- Flower appends the trees unchanged, which adds the sum of the clients' predictions. NVFlare
-  divides the learning rate by the number of clients. Here a client's weight is its share of the
-  samples by default.
+- A client's weight is its share of the samples by default. Flower appends the trees unchanged,
+  which adds the sum of the predictions. NVFlare divides the learning rate by the number of clients.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.

@@ -6,16 +6,18 @@ and tau_i the base version of u_i. At version t, client j returns Delta, trained
 
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
 
-A is the set of clients whose update the server has (ACE), or whose update is at most max_staleness
-versions old (ACED). If A is empty, x does not change.
+A has all clients with an update (ACE), or only those with t - tau_i <= max_staleness (ACED). If A
+is empty, x does not change.
 
-The method is meant for `schedule=immediate` and tens to hundreds of clients. Updates that are
-aggregated at once make one step.
+The method is meant for `schedule=immediate` and tens to hundreds of clients. Several updates in one
+aggregation make one step together.
 
 Departures from the paper
 - The mean is over A, not over all clients.
-- The paper's server first waits for an update of every client, as initialise=true does.
-- BatchNorm's statistics are averaged over the arriving updates, if the model changes.
+- The paper's server waits for an update of every client before its first step, as initialise=true
+  does.
+- BatchNorm's statistics become the mean over the arriving updates; without a step, they do not
+  change.
 - A job may have several local steps; the paper makes one.
 """
 
@@ -79,8 +81,7 @@ def all_client_step(
     client, delta, dispatch_version: the arriving update [D] with its client and base version.
     version: the current version.
     server_lr: the factor eta on the mean of the updates.
-    max_staleness: the mean leaves out updates that are more than this number of versions old. None
-    leaves out none.
+    max_staleness: the largest age, in versions, of an update in the mean; None for no limit.
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version

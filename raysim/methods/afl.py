@@ -1,19 +1,20 @@
 """AFL, agnostic federated learning: minimise the loss of the worst mixture of the clients.
 
 Source: Mohri et al., "Agnostic Federated Learning" (ICML 2019), with local steps as in Deng et al.
-(NeurIPS 2020). The server learns the weights lambda of all N clients, which sum to one and are
-equal at first. x is the model and gamma a step size. S are the participants of a round. D_i is the
-update of client i, and F_i the loss of the received model on the client's training samples:
+(NeurIPS 2020). x is the model and gamma a step size. The server learns a weight lambda_i for each
+of N clients. These weights sum to one and are equal at first. S are the participants of a round.
+D_i is the update of client i, and F_i the loss of the received model on the client's training
+samples:
 
     x <- x + sum_{i in S} lambda_i D_i / sum_{i in S} lambda_i
     lambda_i <- lambda_i + gamma (N / |S|) F_i         for the participants
     lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
 
 Departures from the paper
-- N counts the clients with training samples, and is at most 100,000.
+- N counts only the clients with training samples; at most 100,000 are supported.
 - F_i is the task loss alone, in eval mode and without augmentation.
 - BatchNorm's statistics are averaged with the weights of the updates.
-- If lambda_i = 0 for all participants, the run's weights are used.
+- If lambda_i = 0 for all participants, the run's weights replace lambda_i in the mean.
 """
 
 from __future__ import annotations

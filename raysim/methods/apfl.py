@@ -8,16 +8,16 @@ mixing weight. eta is the learning rate, and f the loss on the batch:
     v_i <- v_i - eta alpha_i grad f(m)
     w <- w - eta grad f(w)                          averaged as in FedAvg
 
-If `adaptive` is set, alpha_i changes before a job's first step, on its first batch:
+If `adaptive` is set, alpha_i changes once in a job, on the first batch before the first step:
 
     alpha_i <- clip(alpha_i - eta <v_i - w, grad f(m)>, 0, 1)
 
 Departures from the paper
 - v_i starts as the initial model. m has the BatchNorm statistics of v_i.
-- f(m) is the task's loss alone. The optimizer of v_i has the run's settings and starts again in
-  each job.
-- The gradient for alpha is computed in train mode and without augmentation. Virtual time does not
-  count it.
+- f(m) is the task loss without terms of other methods. The optimizer of v_i has the run's settings
+  and starts again in each job.
+- The gradient for alpha_i is computed in train mode and without augmentation. It costs no virtual
+  time.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ learning rate:
     h_i <- Delta_i                         for the clients in the buffer
 
 Departures from the paper
-- If a client has two updates in a buffer, both use the h_i from before this aggregation. Afterwards
-  h_i is the later update.
-- With the option average="seen", h is the mean over the clients that have sent an update. With the
-  paper's mean over all clients, the first steps are short.
+- If a client has two updates in a buffer, v uses its old h_i for both updates. The later update
+  becomes h_i.
+- average="seen" takes the mean h only over clients that have sent an update. The first steps are
+  then not as short as with the paper's mean.
 - Updates have no staleness weights.
 - BatchNorm's statistics become the mean over the updates in the buffer.
 - The paper's MF-CA2FL, which saves memory, is not implemented.

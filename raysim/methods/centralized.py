@@ -5,9 +5,8 @@ The model is scored on each client's test set.
 
 How the run works
 - The optimizer starts again in each round.
-- A round processes as many samples as a federated round with m of N clients on average.
-  local.epochs=E makes E m / N passes over all samples, rounded to whole batches. local.steps=S
-  makes S m batches.
+- If the schedule draws m of N clients, local.epochs=E makes E m / N passes over all samples in a
+  round, rounded to whole batches. local.steps=S makes S m batches.
 - Methods that change the local loss or gradient can be combined with this one. A server rule gets
   one update in each round.
 

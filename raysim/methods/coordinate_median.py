@@ -8,8 +8,8 @@ Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Stat
 
 Departures from the paper
 - The median of an even number of values is the mean of the two middle values.
-- Weights have no effect, but updates of weight 0 are left out. BatchNorm's statistics are averaged
-  without protection.
+- Updates of weight 0 are left out; otherwise weights have no effect.
+- BatchNorm's statistics are averaged, so attackers can change them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """DANN: learn features that do not show which client a sample comes from.
 
 Source: Ganin et al., "Domain-Adversarial Training of Neural Networks" (JMLR 2016), with alternating
-steps as in DomainBed and in FedBR's Appendix A. The client i is the domain. z are the features of a
-sample with the label y, omega is the classifier, delta the discriminator, CE the cross-entropy, and
-lam a setting:
+steps as in DomainBed and in FedBR's Appendix A. The domain of a sample is the number i of its
+client. z are the features of a sample with the label y, omega is the classifier, delta the
+discriminator, CE the cross-entropy, and lam a setting:
 
     discriminator step:  CE(delta(z), i), z constant
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
 
 Departures from the paper
 - With r = `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if k mod (1 +
-  r) < r. So r = 1 leaves the classifier half of the local steps, as in FedBR's code.
-- mode="grl" is the original form: a single step with a gradient-reversal layer.
+  r) < r. With r = 1, the classifier trains in half of the steps, as in FedBR's code.
+- mode="grl" is the paper's form: one step with a gradient-reversal layer trains both networks.
 - There is no gradient penalty, as in FedBR's code.
 """
 

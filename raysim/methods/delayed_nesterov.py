@@ -2,8 +2,9 @@
 
 Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling" (2024). It makes DiLoCo
 (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server) asynchronous. D_t
-is the update t = 1, 2, ... to the parameters x. m is the momentum, b a sum of updates, eta the
-learning rate, beta the factor of the old momentum, and c the setting `activation`:
+is the update t = 1, 2, ... to the parameters x. m is the momentum, beta the factor of the old
+momentum, b a sum of updates, and eta the learning rate. N is the setting `every`, and c the setting
+`activation`:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0
@@ -47,9 +48,9 @@ def delayed_nesterov_step(
     every: int,
     activation: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
+    """Return "params", "momentum_buffer" and "sum_of_updates" after one step.
 
-    The letters are those of the formulas in the module's docstring.
+    The module's docstring has the formulas. All vectors have the shape [d].
     params: the parameters x of the current version.
     delta: the update D_t, which points towards improvement.
     momentum_buffer: the momentum m.

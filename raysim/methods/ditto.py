@@ -9,12 +9,12 @@ F_k the client's loss, lr_v the learning rate of v_k, and lam the strength of th
 The client is scored with v_k. The shared model's score is `accuracy_shared`.
 
 Departures from the paper
-- In a job, v_k is trained after the shared model, for as many steps, on other batches.
-- F_k is the task loss alone. The optimizer has the run's settings and starts again in each job. The
-  pull is added before weight decay and momentum.
-- A last batch of one sample is left out, unless local.batch is 1 or the client has only one sample.
-- BatchNorm's running statistics and parameters that another method keeps on the client (FedBN) are
-  not pulled.
+- A job first trains the shared model, then v_k for as many steps on other batches. v_k skips an
+  epoch's last batch if it has one sample, unless all batches have one.
+- F_k is the task loss without terms of other methods. The optimizer of v_k has the run's settings
+  and starts again in each job. The pull is added before weight decay and momentum.
+- There is no pull on BatchNorm's running statistics, nor on parameters that another method keeps on
+  the client (FedBN).
 - If v_k diverges, the job fails.
 """
 

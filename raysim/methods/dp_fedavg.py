@@ -11,27 +11,25 @@ D_i. The bit b_i is 1 if |D_i| <= C, otherwise 0. The settings are z (`noise`), 
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-Both noisy sums together have the same privacy loss as the first sum alone with the noise z.
+The two noisy sums together have the privacy loss of the first sum alone with noise z.
 
 The two epsilons
 - The guarantee is (epsilon, delta)-differential privacy of clients. It covers the models and bounds
   C of the run, but no other columns of the history and no scores of single clients.
-- ``dp_fedavg.epsilon`` is for what raysim does: each round draws exactly m of the n clients with
-  samples. Neighbouring data sets differ in the data of one client, so the sum of the clipped
-  updates changes by at most 2 C. Therefore epsilon is computed for the noise z / 2 (Wang, Balle
-  and Kasiviswanathan, AISTATS 2019).
-- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that each client joins a
-  round independently with probability m / n. Of two neighbouring data sets, one has one more
-  client. Rounds of a fixed size do not have this guarantee.
+- ``dp_fedavg.epsilon`` is for rounds of exactly m of the n clients with samples, which raysim
+  draws. Neighbouring data sets differ in the data of one client. This changes the sum of clipped
+  updates by at most 2 C, so epsilon is computed for the noise z / 2 (Wang, Balle and
+  Kasiviswanathan, AISTATS 2019).
+- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that each client joins a round
+  independently with probability m / n, which is not true for raysim's rounds. Neighbouring data
+  sets then differ by one added client.
 - Neither number holds if the devices decide which clients take part (availability, over-selection,
   deadlines).
-- The noise comes from the run's seed, so the method measures the cost of privacy and protects
-  nobody.
+- The noise comes from the run's seed. The method measures the cost of privacy, but protects nobody.
 
 Departures from the papers
 - The default of s is that of the paper, but at least z. With noise 0 no epsilon is reported.
-- All clients have the same weight. A failed client adds 0 to both sums, which are still divided by
-  m.
+- All clients have the same weight. A failed client adds 0 to both sums; the divisor is still m.
 """
 
 from __future__ import annotations
@@ -125,13 +123,13 @@ class DPFedAvg(Method):
 
     Updates that are longer than the clipping bound C are scaled down to the length C.
     noise: the number z, on which epsilon depends; 0 adds no noise. With a constant C, the noise on
-    the sum of updates has the standard deviation z C. If C changes, the standard deviation is z_D C
-    with z_D = (z^-2 - (2 bit_noise)^-2)^(-1/2).
+    the sum of updates has the standard deviation z C. With a `quantile`, it has z_D C with z_D =
+    (z^-2 - (2 bit_noise)^-2)^(-1/2).
     clip: the clipping bound C in the first round.
     quantile: the share of updates that C should not clip; None keeps C constant.
     rate: the speed at which C changes.
-    bit_noise: with a `quantile`, the standard deviation of the noise on the number of unclipped
-    updates. None means m / 20 for a round of m clients, but at least `noise`.
+    bit_noise: the standard deviation of the noise on the number of unclipped updates, with a
+    `quantile`. None takes the larger of `noise` and m / 20 for a round of m clients.
     delta: the probability delta of the guarantee; None is n^-1.1 for n clients with samples.
     """
 

@@ -9,14 +9,11 @@ model:
     x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold,
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
-Departures from the paper or its code
-- "scale" is the rule of the released code, "cap" that of the paper. All defaults except
-  bias_correction=False are those of this code. With "cap" and eta = 1e-3, only a staleness above
-  1000 lowers the rate.
+Departures from the paper
+- The default rule "scale" is that of the released code, "cap" that of the paper. With "cap" and eta
+  = 1e-3, only a staleness above 1000 lowers the rate.
 - bias_correction=True is the released code's rule: step n divides m by 1 - beta1^n and w by 1 -
-  beta2^n.
-- An update is the trained model minus the received one, as in the paper, not as in the released
-  code.
+  beta2^n. All other defaults are those of this code.
 
 FADAS does not remove the bias towards fast clients. With the method CA2FL, CA2FL's step replaces
 Delta; this combination is not published.
@@ -78,7 +75,7 @@ def amsgrad_step(
     delta: the mean update, which points towards improvement.
     first_moment, second_moment: the running means of the update and of its square.
     max_second_moment: the largest second moment so far, for each entry.
-    beta1, beta2: the factors of the old values in the first and the second moment.
+    beta1, beta2: the factors of the old first and second moment.
     eps: the constant that is added to the root in the divisor.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """

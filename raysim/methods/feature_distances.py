@@ -22,12 +22,12 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    kernel: "gaussian" sums Gaussian kernels exp(-|a - b|^2 / w) of different widths w. The middle
-    width is the mean squared distance over all pairs of rows of x and y together; no gradient flows
-    through it. "moments" is a sum of two terms: the mean squared difference of the mean rows, and
-    the mean squared difference of the (unbiased) covariance matrices.
-    kernel_mul: the ratio of the widths of two successive kernels.
-    kernel_num: the number of kernels.
+    kernel: "gaussian" or "moments". "gaussian" sums Gaussian kernels exp(-|a - b|^2 / w) of
+    different widths w. The middle width is the mean squared distance over all pairs of rows of x
+    and y together; no gradient flows through it. "moments" adds two mean squared differences: of
+    the mean rows, and of the (unbiased) covariance matrices.
+    kernel_mul: the ratio of the widths of two successive Gaussian kernels.
+    kernel_num: the number of Gaussian kernels.
     """
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
@@ -75,12 +75,10 @@ def mmd_of_classes(
 ) -> Tensor:
     """Return the mean over classes of the squared MMD between the class's rows in x and in y.
 
-    Only classes that have rows in both x and y count. Without such a class, the result is 0. `mmd`
-    describes the kernels. The width of the middle kernel is computed for each class from its rows.
+    Only classes with rows in both x and y count. Without such a class, the result is 0.
     x, y: the features, [n, D] and [k, D].
     x_labels, y_labels: the class of each row, int64 [n] and [k].
-    kernel_mul: the ratio of the widths of two successive kernels.
-    kernel_num: the number of kernels.
+    kernel_mul, kernel_num: as in `mmd`. The rows of a class decide the middle width for this class.
     """
     labels = torch.cat([x_labels, y_labels])
     squares = _squared_distances(torch.cat([x, y]))
@@ -114,9 +112,9 @@ def feature_distance(
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
     metric: "mmd" has Gaussian kernels, "mmd_moments" compares means and covariances, and
-    "mmd_classes" is the mean MMD over classes. "mse" is the mean squared difference between row j
-    of x and row j of y, for n = k.
-    x_labels: the class of each row of x, int64 [n], for "mmd_classes".
+    "mmd_classes" is the mean MMD over classes. "mse", for n = k, is the mean squared difference
+    between row j of x and row j of y.
+    x_labels: for "mmd_classes", the class of each row of x, int64 [n]; otherwise None.
     y_labels: the class of each row of y, int64 [k]; None means `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.
     """

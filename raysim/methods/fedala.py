@@ -8,17 +8,17 @@ the learning rate of W:
     theta = y' + (x - y') W
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
-A client's first job trains x. Each later job first learns W, and then trains from theta in the last
-p layers and from x elsewhere.
+A client's first job trains x. A later job first learns W on a share of the client's samples. It
+then trains from theta in the last p layers and from x elsewhere.
 
-W is learnt on a share of the client's samples. The second job makes passes until the losses of the
-last ten have a standard deviation below 0.1. Each later job makes one pass.
+When a client learns W for the first time, it makes passes until the losses of the last ten passes
+have a standard deviation below 0.1. Each later job makes one pass.
 
 Departures from the paper
 - A layer is a module with parameters that travel. With p = 1 only the head is mixed.
 - W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
-- The loss of a pass is that of its last batch. The second job makes 11 to 100 passes; virtual time
-  counts 100.
+- The loss of a pass is that of its last batch. The first learning makes 11 to 100 passes; virtual
+  time counts 100.
 - Clients are scored with theta for the current x. Clients without W are scored with x.
 """
 

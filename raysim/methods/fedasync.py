@@ -12,13 +12,12 @@ The method is meant for `schedule=immediate`. `method=fedasync+fedprox` adds the
 
 Departures from the paper or public code
 - If an aggregation has several models, they are mixed into x one after another. In synchronous
-  rounds the last model counts most, unlike in FedAvg.
+  rounds the last model then counts most.
 - A model that is left out because of max_staleness still increases t.
 - easyFL's code has the hinge 1 / (a (s - b)).
-- y includes BatchNorm's statistics. To add the update y - x_tau instead, use FedBuff with a buffer
-  of one update.
-- With weighting=samples, a_t is multiplied by the client's number of samples relative to the mean
-  over clients, and limited to 1.
+- y includes BatchNorm's statistics.
+- With weighting=samples, a_t is multiplied by the client's number of samples, divided by the mean
+  number over clients. The product is limited to 1.
 - The paper draws the staleness at random.
 """
 

@@ -2,15 +2,13 @@
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
 (AISTATS 2017), Algorithm 1. Client i has the trained model y_i, n_i training samples and the weight
-p_i:
+p_i, which the setting `weighting` decides:
 
     x_bar = sum_i p_i y_i / sum_i p_i        over the participants i
     p_i = n_i ("samples") or 1 ("uniform")
 
-Departures from FedBR (Guo et al., ICML 2023)
-- Clients are weighted by samples. The equal weights of FedBR are `weighting=uniform`.
-- Floating-point buffers are averaged, as in FedBR's code. Integer buffers (BatchNorm's counters)
-  take the maximum over the clients.
+Floating-point buffers are averaged. Integer buffers (BatchNorm's counters) take the maximum over
+the participants. FedBR (Guo et al., ICML 2023) averages with `weighting=uniform`.
 """
 
 from __future__ import annotations

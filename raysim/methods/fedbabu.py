@@ -3,13 +3,12 @@
 Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification"
 (ICLR 2022). The body is the model without its head. Clients train bodies with the same initial
 head, which is never trained in jobs nor sent. The server averages the bodies. Before a client is
-scored, its head is fine-tuned on its samples; finetune="all" also fine-tunes its body.
+scored, the head is fine-tuned on the client's samples; finetune="all" also fine-tunes the body.
 
 Departures from the paper
 - With finetune="head", the body is in eval mode during fine-tuning.
-- Columns that end in `_finetuned` have the scores of the clients' own models. The shared model is
-  scored, too.
-- The body has the run's optimizer. Weight decay does not change the head.
+- The shared model is scored, too. Columns that end in `_finetuned` have the scores of the clients'
+  fine-tuned models.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """FedBN: FedAvg in which every client keeps its own normalisation layers.
 
 Source: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization"
-(ICLR 2021), Algorithm 1. scope="statistics", in which only the running statistics stay on the
-client, is SiloBN (Andreux et al. 2020).
+(ICLR 2021), Algorithm 1. scope="statistics" is SiloBN (Andreux et al. 2020): only the running
+statistics stay on the client.
 
-Departures from the paper
+Departures from the paper's released code
 - Normalisation layers are found by the type of the module. The released code takes all tensors
   whose name contains "bn", as name_rule="bn" does, and so misses the ``downsample.1`` of a ResNet.
-- The released code weights all clients equally. For this, set weighting=uniform.
+- The released code weights all clients equally, as weighting=uniform does.
 - BatchNorm's counters of batches stay on the client if its running statistics do.
-- A client that never trained has the initial model's layers, as in the released code, unless
-  ``reestimate`` is set.
+- A client that never trained has the initial statistics, as in the released code. With
+  ``reestimate``, they are computed from the client's samples.
 """
 
 from __future__ import annotations
