@@ -97,19 +97,19 @@ class Arrays(Source):
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
     """Store samples from Python in the cache and return their source.
 
-    data: (inputs, labels); a pair of them, the second of which is the central test set; or
-    {"train": (inputs, labels), "test": (inputs, labels)}. A torch `Dataset` may replace each
-    (inputs, labels).
+    data: `train` without tests, a pair (train, test), or {"train": train, "test": test}. `train`
+    and `test` are each (inputs, labels), (inputs, labels, users) or a torch `Dataset`; `test`
+    becomes the central test set.
     settings: further settings of the source, such as {"kind": "regression"}.
 
-    Inputs are an array, a tensor or a list [n, ...], or a pandas frame of numbers. Images are [n,
-    h, w], [n, c, h, w] or [n, h, w, c]. Several inputs are a dictionary or a tuple of arrays.
+    Inputs: an array, a tensor or a list [n, ...], or a pandas frame of numbers. Images are [n, h,
+    w], [n, c, h, w] or [n, h, w, c]. Several inputs are a dictionary or a tuple of arrays.
 
-    Labels are an array [n], [n, values], or [n, labels] with 0 or 1. They may also be a list of
-    labels or a dictionary of arrays for each sample. `labels.infer_kind` decides what they mean.
-    Inputs and labels may not be two tables with the same columns.
+    Labels: an array [n], [n, values], or [n, labels] with 0 or 1. They may also be a list of labels
+    or a dictionary of arrays for each sample. `labels.infer_kind` decides what they mean. Inputs
+    and labels may not be two tables with the same columns.
 
-    A third item after the labels has users [n], integers or text, for `partition=natural`.
+    Users: integers or text, [n], for `partition=natural`.
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")

@@ -64,8 +64,9 @@ class Pipeline:
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        Only the augmentations in `augment` are applied and draw random numbers, in this order:
-        - resized_crop: a random rectangle, see `crop_boxes`, is stretched to the size of the image.
+        Only the augmentations in `augment` are applied, in this order:
+        - resized_crop: a random rectangle of the image (`crop_boxes`) is stretched to the image's
+          size.
         - crop: the image moves by up to `crop_padding` pixels.
         - flip: the image is mirrored with probability 1/2.
         - rotate: the image is turned by up to `rotate_degrees` in either direction.

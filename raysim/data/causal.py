@@ -235,9 +235,9 @@ def pack(
 ) -> Raw:
     """Cut documents into rows of tokens; return the rows as samples of a language model.
 
-    The label of a token is the next token. After a document's last token, this is the vocabulary's
-    `end`. Labels in a prompt are `IGNORED`, and rows in which all labels are `IGNORED` are left
-    out. A row is either for training or for testing.
+    The label of a token is the next token; that of a document's last token is the vocabulary's
+    `end`. Labels in a prompt are `IGNORED`. Rows in which all labels are `IGNORED` are left out. A
+    row is for training or for testing, never for both.
     length: the largest number of tokens in a row.
     is_packed: True joins all documents of a user before it cuts them into rows.
     place: the name of the data in errors.
@@ -301,13 +301,13 @@ class DocumentSettings:
     columns: the column of text or of token numbers, in a list. None takes the only column besides
     users, prompts, labels and row numbers.
     prompt: the column of prompts, which stand before the text and have no loss; or None.
-    tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
-    bytes for text, and no change of token numbers.
-    padding: the token that ends documents and fills up short samples. It is used only for columns
-    of token numbers without a tokenizer.
+    tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None turns
+    text into bytes and keeps token numbers.
+    padding: for token numbers without a tokenizer, the token that ends documents and fills up short
+    samples.
     length: the largest number of tokens in a sample.
-    packing: True joins all documents of a user before it cuts them. None means False if there are
-    prompts, else True.
+    packing: True joins all documents of a user before it cuts them. None means True without
+    prompts, False with prompts.
     """
 
     columns: list[str] | None

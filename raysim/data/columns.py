@@ -96,9 +96,8 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the names of the input columns, and the names of the columns that are left out.
 
-    columns: `data.columns`, the input columns; the second list is then empty. None takes all
-    columns that are not in `known`. It leaves out columns whose name suggests row numbers or users,
-    such as "id" or "client".
+    columns: `data.columns`, the input columns; nothing is then left out. None takes the columns
+    that are not in `known`, but leaves out names of row numbers or users, such as "id" or "client".
     known: the columns of labels, users and domains.
     place: the table's name in errors.
     are_separate: True if each column is a separate input.
@@ -501,12 +500,11 @@ def assemble(
     """Return the samples of a data set; training samples come first.
 
     inputs, labels: the n samples, in any order.
-    users: [n], the user of each sample, as integers or text. Each user becomes a domain. None if
-    there are no users.
+    users: [n], the user of each sample, as integers or text, or None. Each user becomes a domain.
     is_test: bool [n].
     tokens: None if inputs are not tokens.
     origin: the columns that were read, for the plan of a run.
-    domain_order: the names of all domains; None sorts them. Domains are numbered in this order,
+    domain_order: the names of all domains; None sorts them. Domains get numbers in this order,
     those with training samples first.
     fields: a description of each input, in the order of a row of `inputs`; () for a single input.
     """

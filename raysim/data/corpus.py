@@ -35,10 +35,10 @@ class _Corpus(Source):
 
     length: the largest number of tokens in a sample. Longer documents are cut into several samples.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
-    packing: True joins all documents of a user before it cuts them into samples. With
-    partition=natural, a user is a client. False begins a new sample with each document.
-    test_fraction: the share of each document that is for testing, taken from its end. It is not
-    used if there are test files.
+    packing: True joins all documents of a user before it cuts them into samples. False begins a new
+    sample with each document.
+    test_fraction: the share of each document, at its end, that is for testing if there are no test
+    files.
     """
 
     length: int = 128
@@ -79,8 +79,9 @@ def _describe_empty(names: Sequence[str]) -> str:
 class Text(_Corpus):
     """A source that reads files of text: one file, or all *.txt in a folder and below it.
 
-    If `root` is a folder, the central test set has the files called test.txt and those in a folder
-    called test. Without such files, it has the share `test_fraction` at the end of each document.
+    In a folder, files called test.txt and files in a folder called test are the central test set.
+    Without such files, the central test set is the share `test_fraction` at the end of each
+    document.
 
     separator: the text between two documents of a file, where \\n stands for a new line. None means
     that a file is one document.

@@ -33,11 +33,11 @@ class Rotation:
 
     per: "none" rotates nothing. "client" turns all images of client k by angle k mod A. With
     "image", each client draws a distribution over the angles, and then an angle for each image.
-    angles: in degrees, counter-clockwise.
-    concentration: the parameter of the Dirichlet distribution with per="image".
+    angles: the A angles in degrees, counter-clockwise.
+    concentration: with per="image", the parameter of the Dirichlet distribution over the angles.
     interpolation: "nearest" takes the nearest pixel, "bilinear" interpolates between four pixels.
-    test: "all" repeats the central test set at every angle. "spread" turns its image j by angle j
-    mod A.
+    test: "all" repeats the central test set at every angle. "spread" turns image j of the central
+    test set by angle j mod A.
 
     The default angles and interpolation are those of FedBR's paper.
     """

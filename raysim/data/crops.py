@@ -19,14 +19,13 @@ ASPECT = (3 / 4, 4 / 3)  # the smallest and the largest ratio of width to height
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
-    The rules are those of torchvision's RandomResizedCrop. For each image, `TRIES` rectangles are
-    drawn, and the first one that fits into the image is returned. If none fits, the largest
-    rectangle with an allowed ratio of width to height is returned. It is in the middle of the
-    image.
+    The rules are those of torchvision's RandomResizedCrop. Of `TRIES` random rectangles for an
+    image, the first one that fits into the image is returned. If none fits, it is the largest
+    rectangle with an allowed ratio of width to height, in the middle of the image.
     height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
-    uniforms: random numbers in [0, 1), [4, TRIES, B]. Along the first axis, they decide the
-    rectangle's share of the image, its ratio of width to height, its top and its left.
+    uniforms: random numbers in [0, 1), [4, TRIES, B], with four numbers for each rectangle. They
+    decide its share of the image, its ratio of width to height, its top and its left.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)

@@ -43,16 +43,16 @@ class Samples:
     """A whole data set in memory: training rows first, then the central test rows.
 
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width).
-    labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs]
-    or [n, outputs, ...].
+    labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs] or
+    [n, outputs, ...].
     domains: [n], the number of each row's domain.
     class_names: the names of the model's outputs.
     domain_names: the names of the domains, by number.
     tokens: None if inputs are not token sequences.
     columns: the columns of inputs, labels and users, for the plan of a run.
-    fields: a description of each input, in the order of a row of `inputs`; () for a single input.
-    targets: a description of each array in the labels, in the order of a row of `labels`; () for a
-    single array.
+    fields: for several inputs, a description of each, in the order of a row of `inputs`; else ().
+    targets: for several arrays in a label, a description of each, in the order of a row of
+    `labels`; else ().
     tokenizer: the tokenizer of language data; else "".
     """
 

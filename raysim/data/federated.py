@@ -328,13 +328,13 @@ def pool_clients(data: FederatedData) -> FederatedData:
 
 
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
-    """Choose clients at random that are scored, but never trained ("unseen clients").
+    """Choose the unseen clients at random, which are scored, but never trained.
 
     An unseen client has no validation rows. It keeps its training rows, to which a method may adapt
     the model before the score.
     share: `evaluate.unseen`, the share of the clients with training samples; 0 makes none unseen.
-    Raise ValueError if the share selects no client or all clients. Raise it also if no unseen
-    client has test samples, or if a trained client has a sample of an unseen one.
+    Raise ValueError if the share selects no client, all clients, or only clients without test
+    samples. Raise it also if a trained client has a sample of an unseen client.
     """
     if not share:
         return data

@@ -24,8 +24,8 @@ def pack_fields(
     columns: an array [n, ...] for each input, by the name of the model's argument or in the order
     of the arguments. uint8 values are divided by 255. Other integers are token numbers.
     place: the name of the data in errors.
-    Raise ValueError for different lengths, other types, and numbers that are nan or infinite as
-    float32. Raise it also for token numbers below 0 or too large for a float32.
+    Raise ValueError for different lengths, values that are not numbers, and values that are not
+    finite as float32. Raise it also for token numbers below 0 or too large for a float32.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}
     fields: list[InputField] = []
@@ -62,10 +62,11 @@ def pack_fields(
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    A row has these numbers for each array, one array after another: the length of its first axis,
-    its values, and zeros that fill it up to the size of the largest array with this name.
-    `unpack_targets` restores the arrays.
-    targets: arrays by name for each sample, such as "boxes" [k, 4]. Only k may differ.
+    A row has a part for each name. A part is the length of the array's first axis, the array's
+    values, and zeros up to the size of the largest array of this name. `unpack_targets` restores
+    the arrays.
+    targets: for each sample, arrays by name, such as "boxes" [k, 4]. Only k may differ between
+    samples.
     place: the name of the data in errors.
     Raise ValueError if samples differ in names, the order of names, or shapes. Raise it also for
     values that a float32 cannot hold.

@@ -43,8 +43,8 @@ class HuggingFace(TableSource):
     label_column: the column of labels if `label` is None. If the default "label" is missing, a
     column with another usual name is used, such as "y".
     user: the column of users, which must exist; each user is a domain. None uses `domain_column`.
-    domain_column: the column of users if `user` is None. If the default "domain" is missing, a
-    column with a usual name, such as "client", is used if there is one. Another name must exist.
+    domain_column: the column of users if `user` is None. It must exist, except the default
+    "domain". If "domain" is missing, a column with a usual name is used, such as "client", or none.
     test_fraction: the share of samples for testing, if there is no split `test`. The same share is
     taken from each user and each class of the user.
     """

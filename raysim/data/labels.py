@@ -51,8 +51,7 @@ def read_labels(
     names: the names of the model's outputs, or None.
     place: the source's name in errors.
     ignore: `data.ignore`, the class that means "no label". It is stored as `IGNORED`.
-    Raise ValueError if the labels do not fit the kind. Raise it also for kind="causal", because
-    language data have no labels.
+    Raise ValueError if the labels do not fit the kind, and always for kind="causal".
     """
     if kind == "causal":
         raise streams_error(place)

@@ -22,12 +22,12 @@ SPLITS = ("train", "test")
 class Strips(Source):
     """A source that reads the files of a folder with strips.
 
-    The training images are in train-000.png (or .webp), train-001.png, and so on, their labels in
-    train-labels.npy. The names of test files begin with "test" instead. meta.json may have
+    The training images are in train-000.png (or .webp), train-001.png, and so on. Their labels are
+    in train-labels.npy. The names of test files begin with "test" instead. meta.json may have
     `classes`, the names of the classes, and `height`, the height of an image in pixels. Without
     `height`, images are square.
     root: the folder with these files, or a folder that contains it under the name `name`.
-    name: the name of the data set, which errors show too; or None.
+    name: the name of the data set, which errors show, too; or None.
     """
 
     root: str | None = None

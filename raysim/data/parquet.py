@@ -72,7 +72,7 @@ class Parquet(TableSource):
     column with another usual name is used, such as "y".
     user: the column of users, which must exist. None uses `domain_column`.
     domain_column: the column of users if `user` is None. If it is missing, a column with a usual
-    name, such as "client", is used if there is one.
+    name is used, such as "client", or none.
     test_fraction: the share of samples for testing, in folders without test files. The same share
     is taken from each domain and each of its classes. With None, every folder must have test files.
     """
@@ -402,10 +402,10 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Return the domain of each row as text, and the sorted names of all domains or None.
 
-    A domain is "FOLDER/USER". In a file without users, it is "FOLDER". The names are sorted by
-    folder, and in each folder by the number of the user. They are None unless every file has users
-    and all users are integers.
-    parts: for each file, the user of each row. For a file without users, the folder's name.
+    A domain is "FOLDER/USER", or "FOLDER" in a file without users. If all users are integers, the
+    names are sorted by folder and then by the user's number. If a user is text, or a file has no
+    users, the second result is None.
+    parts: for each file, the user of each row. In a file without users, it is the folder's name.
     user: the column of users.
     """
     # Users of the same name in two folders are different domains.

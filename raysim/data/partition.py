@@ -100,11 +100,11 @@ class Draws:
 class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
-    A subclass overrides `assign`. It sets `by_class` to True if it needs classes, which not all
-    data have.
+    A subclass overrides `assign`.
+    by_class: True if the rule needs classes, which not all data have.
     fraction: the share of a client's training rows that the client uses.
     test_fraction: the share of each client's rows that are for testing. With None, each client is
-    scored on samples of the central test set, which the function `tests` chooses.
+    scored on rows of the central test set, which the function `tests` chooses.
     validation_fraction: the share of each client's rows that are for validation. Scores on these
     rows choose the best round.
     """
@@ -219,10 +219,10 @@ class Dirichlet(Partitioner):
     alpha: the parameter of the distribution. A small alpha gives most samples of a class to few
     clients.
     balance: If True, a client that already has the mean number of samples gets no further classes.
-    minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
-    the mean number.
-    grouping: the number of clients in a group. The samples are divided at random between the
-    groups, and then in each group between its clients. None makes no groups.
+    minimum: the smallest number of samples of a client. None means 1 without `grouping`, and half
+    of the mean number with it.
+    grouping: the number of clients in a group. Each group gets random samples, and divides them
+    between its clients. None makes no groups.
     per: "class" draws the clients' shares of each class. "client" draws each client's class
     probabilities, and scales them to a sum of 1 over the clients.
     """

@@ -73,7 +73,7 @@ class Raw:
     domain_names: the names of the domains, by number.
     tokens: None takes the largest token number plus 1 as the number of tokens.
     origin: the columns that were read, for the plan of a run.
-    fields: a description of each input, in the order of a row of `inputs`; () for a single input.
+    fields: for several inputs, a description of each, in the order of a row of `inputs`; else ().
     targets: for kind="structure", a description of each array, in the order of a row of `labels`;
     else ().
     tokenizer: the tokenizer of language data; else "".
@@ -98,8 +98,7 @@ class Source:
     """The base class of data sources, with the settings that all sources have.
 
     only: the names of the classes to keep, numbered in this order; None keeps all.
-    size: the height and width in pixels to which images and their masks are resized; None keeps
-    their size.
+    size: the new height and width of images and their masks, in pixels; None keeps their size.
     channels: 1 makes images grey, 3 makes them RGB. None keeps grey images and makes coloured
     pictures RGB, without transparency.
     cache: the folder for the data sets that raysim writes. None uses the environment variable
@@ -315,7 +314,7 @@ def convert_inputs(
 ) -> tuple[Inputs, Tokens | None]:
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
-    Floats and booleans become float32, and uint8 values stay uint8 if `tokens` is None. All other
+    Floats and booleans become float32. uint8 values stay uint8 if `tokens` is None. All other
     integers are token numbers and become int64. Without token numbers, the second result is None.
     inputs: [n, ...].
     tokens: None infers the number of tokens from the largest one.

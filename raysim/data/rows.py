@@ -50,9 +50,9 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Convert labels to class numbers; return the numbers, and the names of the classes.
 
-    values: integers or text. The number of a text is its position in `names`. If `names` is None,
-    it is the position in the alphabetical order of the texts.
-    names: the class names. If this is None, integers must be below `samples`.
+    values: class numbers, or text. The number of a text is its position in `names`.
+    names: the class names. None takes the texts in alphabetical order. With None, integers must be
+    below `samples`.
     place: the name of the source in errors.
     samples: the number of samples; None takes the length of `values`.
     Raise ValueError for labels that are neither integers nor text, or not one of the classes.

@@ -20,12 +20,12 @@ CLASS_NAMES = ["background", "circle", "square", "triangle"]
 class Shapes(Source):
     """A source of grey images, each of which shows a circle, a square or a triangle.
 
-    Images are uint8 [1, pixels, pixels]. The label of an image has a class for each pixel: the
-    shape that covers the pixel, or the background.
+    Images are uint8 [1, pixels, pixels]. A label has a class for each pixel: the shape that covers
+    the pixel, or the background.
     samples, test_samples: the numbers of images for training and for central tests.
-    users: the number of simulated cameras, which partition=natural makes clients. Each has its own
-    brightness and prefers one shape.
-    noise: the standard deviation of the noise in a pixel. The levels of a pixel are 0 to 255.
+    users: the number of simulated cameras, which partition=natural makes clients. A camera has its
+    own brightness and prefers one shape.
+    noise: the standard deviation of the noise in a pixel, whose levels are 0 to 255.
     seed: the seed of the data, which the run's seed does not change.
     """
 

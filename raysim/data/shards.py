@@ -74,7 +74,7 @@ class WebDataset(Source):
     root: a folder of tar files, in which names of test files start with "test"; or a folder with
     the subfolders train and, optionally, test.
     columns: the endings of the inputs, such as "jpg". None uses all but the label and the user.
-    Several endings become arguments of the model, such as `image` for "image.png".
+    Several inputs become arguments of the model, such as `image` for "image.png".
     label: the ending of the label; None finds a usual one, such as "cls". A label is an integer,
     text, an array, a picture whose pixels are classes, or JSON.
     user: the ending of the user; None finds a usual one, such as "user", if there is one.

@@ -165,9 +165,9 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
     A draw uses the client's class distribution, without the classes that have no remaining sample.
-    If the client then has no class left, a class's probability is its share of the remaining
-    samples.
-    proportions: the class distribution of each client, [N, C].
+    If no class of the client remains, the draw uses the remaining samples of all classes instead,
+    each with the same probability.
+    proportions: the class distribution of each of N clients over C classes, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].
     pools: the remaining samples of each class, [C], which the draws decrease in place.

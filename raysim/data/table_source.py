@@ -23,8 +23,8 @@ class TableSource(Source):
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    With data.kind=causal, each row is a document for a language model. It fills as many samples of
-    `length` tokens as it needs. `tokenizer` may then also be "bytes" or "characters". Without a
+    With data.kind=causal, each row is a document for a language model, and fills one or more
+    samples of `length` tokens. `tokenizer` may then also be "bytes" or "characters". Without a
     tokenizer, `padding` also ends documents of token numbers. Two settings are only for documents:
 
     prompt: the column of prompts, or None. The model reads a prompt before the text, and does not

@@ -75,10 +75,10 @@ class NumPy(Source):
     """A source of NumPy arrays of any shape: root/train.npz and optionally root/test.npz.
 
     Each file has these arrays:
-    x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
-    integers, which are token numbers.
-    y [n] or [n, ...]: the labels; `data.kind` or `labels.infer_kind` decides what they mean.
-    user [n]: the users, for partition=natural; this array may be missing.
+    - x [n, ...]: the inputs. They are uint8 levels (images are [n, channels, height, width]),
+      floats, or token numbers (all other integers).
+    - y [n] or [n, ...]: the labels; `data.kind` or `labels.infer_kind` decides what they mean.
+    - user [n]: the users, for partition=natural; this array may be missing.
 
     Several inputs are arrays x.NAME, and several targets are arrays y.NAME. A target may have a
     different number of entries in each sample. Then y.NAME has all entries one after another, and
@@ -123,8 +123,8 @@ class Npz(Source):
     """A source with one NumPy archive for each client, in the layout of PFLlib.
 
     The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has inputs x [n, ...]
-    and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or integers, which are token
-    numbers. Each file is a user, which partition=natural makes a client.
+    and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or token numbers (all other
+    integers). Each number is a user, which partition=natural makes a client.
     padding: the token number with which the files already fill up short sequences.
     test_fraction: the share of samples for testing, if there are no test files. The same share is
     taken from each user and each class of the user.
