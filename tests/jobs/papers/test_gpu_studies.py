@@ -102,7 +102,7 @@ def test_gpu_studies_have_the_settings_of_the_papers() -> None:
 @pytest.mark.slow
 def test_gpu_studies_run_without_ray_and_hydra(tmp_path: Path) -> None:
     script = ["bash", str(CHECKOUT / "jobs" / "papers" / "gpu.sh"), "fedbss-skew_0.1"]
-    tiny = "data=digits model=mlp rounds=1 local.epochs=1"
+    tiny = "data=digits model=mlp rounds=1 local.epochs=1 partition.clients=4 schedule.cohort=2"
     variables = {"OUT": str(tmp_path), "DATA": "", "PYTHON": sys.executable}
     subprocess.run(
         script,
