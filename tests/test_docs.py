@@ -27,33 +27,6 @@ def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-def build(folder: Path, errors: Path) -> None:
-    """Build the HTML documentation, and end this process with Sphinx's exit status.
-
-    folder: the folder for the results, with the pages in `site` and the parsed sources in `read`.
-    errors: the file for warnings and errors.
-    """
-    from sphinx.cmd.build import main
-
-    words = ["-W", "--keep-going", "-q", "-d", str(folder / "read"), str(DOCS)]
-    with errors.open("w") as stream, contextlib.redirect_stderr(stream):
-        status = main([*words, str(folder / "site")])
-    sys.exit(status)
-
-
-@pytest.mark.slow
-@pytest.mark.pictures
-def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
-    errors = tmp_path / "errors"
-    # The new process has the modules that this one has imported.
-    building = multiprocessing.get_context("fork").Process(target=build, args=(tmp_path, errors))
-    building.start()
-    building.join()
-    assert building.exitcode == 0, errors.read_text()
-    pages = {path.stem for path in (tmp_path / "site" / "reference" / "methods").glob("*.html")}
-    assert pages == {"fedavg", *find_groups().files["method"]}
-
-
 def test_method_page_shows_costs_and_settings_and_cites_the_paper(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     page = reference.method_page("scaffold")
@@ -177,3 +150,30 @@ def test_formulas_in_docstrings_are_converted_to_tex(text: str, tex: str, from_d
     typeset = from_docs("mathematics").typeset
     assert typeset(text, str).replace(" ", "") == tex
     assert typeset("only words of a sentence", str) is None
+
+
+def build(folder: Path, errors: Path) -> None:
+    """Build the HTML documentation, and end this process with Sphinx's exit status.
+
+    folder: the folder for the results, with the pages in `site` and the parsed sources in `read`.
+    errors: the file for warnings and errors.
+    """
+    from sphinx.cmd.build import main
+
+    words = ["-W", "--keep-going", "-q", "-d", str(folder / "read"), str(DOCS)]
+    with errors.open("w") as stream, contextlib.redirect_stderr(stream):
+        status = main([*words, str(folder / "site")])
+    sys.exit(status)
+
+
+@pytest.mark.slow
+@pytest.mark.pictures
+def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    # The new process has the modules that this one has imported, and what the tests above computed.
+    building = multiprocessing.get_context("fork").Process(target=build, args=(tmp_path, errors))
+    building.start()
+    building.join()
+    assert building.exitcode == 0, errors.read_text()
+    pages = {path.stem for path in (tmp_path / "site" / "reference" / "methods").glob("*.html")}
+    assert pages == {"fedavg", *find_groups().files["method"]}

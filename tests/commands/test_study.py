@@ -205,7 +205,6 @@ def test_study_trains_then_reports_then_accepts_more_seeds(
 
 
 @pytest.mark.slow
-@pytest.mark.pictures
 def test_mlflow_run_of_a_study_is_parent_of_its_runs() -> None:
     from mlflow.tracking import MlflowClient
 
@@ -377,42 +376,36 @@ class Own(Method):
 """
 
 
-def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPlan:
-    """Return the plan of a study that runs FedAvg and a user's method at the same time.
-
-    name: the method's name, a key of `ABSORB`. The value of this key is the code of the hook
-    `absorb`.
-    """
-    Path(f"{name}.py").write_text(OWN_METHOD.format(name=name, absorb=ABSORB[name]))
+@pytest.mark.slow
+def test_parallel_study_survives_a_crash_and_ends_its_processes_if_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Path("own/method").mkdir(parents=True)
-    Path(f"own/method/{name}.yaml").write_text(f"{name}: {{_target_: {name}.Own}}\n")
+    for name, absorb in ABSORB.items():
+        Path(f"{name}.py").write_text(OWN_METHOD.format(name=name, absorb=absorb))
+        Path(f"own/method/{name}.yaml").write_text(f"{name}: {{_target_: {name}.Own}}\n")
     monkeypatch.syspath_prepend(".")
-    planned = check(plan([f"method=[],[{name}]", *QUICK, "out=s"], ["own"]), [name], parallel=2)
+    # The last run starts in place of the one that crashes, while the first run waits.
+    overrides = ["method=[waiting],[dying],[]", *QUICK, "out=s"]
+    planned = check(plan(overrides, ["own"]), [*ABSORB], parallel=2)
     store(planned)
-    return planned
-
-
-@pytest.mark.slow
-def test_crash_of_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = make_runs(plan_with_own_method("dying", monkeypatch), parallel=2, allow=["dying"])
-    assert list(failures) == ["dying_seed-0"]
-    assert failures["dying_seed-0"].startswith("the process of this run was killed by signal 9")
-    run_single([*QUICK, "out=single"], quiet=True)
-    assert bits("s/runs/fedavg_seed-0") == bits("single")
-
-
-@pytest.mark.slow
-def test_interrupted_study_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = plan_with_own_method("waiting", monkeypatch)
+    lines: list[str] = []
 
     def interrupt(line: str) -> None:
-        assert "run 1/2 fedavg_seed-0: accuracy" in line
-        raise KeyboardInterrupt
+        lines.append(line)
+        if len(lines) == 2:
+            raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="raysim study out=s resume=latest"):
-        make_runs(planned, parallel=2, allow=["waiting"], say=interrupt)
+        make_runs(planned, parallel=2, allow=[*ABSORB], say=interrupt)
+    crash, end = lines
+    killed = "run 1/3 dying_seed-0: the process of this run was killed by signal 9"
+    assert crash.startswith(killed)
+    assert "run 2/3 fedavg_seed-0: accuracy" in end
     finished = [path.parent.name for path in Path("s/runs").glob("*/summary.json")]
     assert finished == ["fedavg_seed-0"]
+    run_single([*QUICK, "out=single"], quiet=True)
+    assert bits("s/runs/fedavg_seed-0") == bits("single")
 
 
 # --- the report ---------------------------------------------------------------------------------
