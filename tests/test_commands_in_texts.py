@@ -325,8 +325,9 @@ def test_no_instruction_installs_raysim_from_a_package_index() -> None:
 REAL = """
 raysim run method=fedbr+mixup runtime=inprocess rounds=2 partition.clients=20 out=runs/mixed
 raysim run --show method=fedprox > shown.yaml
-raysim run --config shown.yaml runtime=inprocess rounds=2 tracking=none out=runs/shown
-raysim study method=fedavg,fedprox seed=0..1 runtime=inprocess rounds=2 tracking=none \
+raysim run --config shown.yaml runtime=inprocess rounds=2 tracking=none partition.clients=20 \
+    out=runs/shown
+raysim study method=fedavg,fedprox runtime=inprocess rounds=2 tracking=none partition.clients=20 \
     out=studies/mine
 raysim ui --update
 raysim report runs/*
@@ -385,5 +386,6 @@ def test_short_example_commands_finish_without_errors_in_zsh(
     assert commands == [line.split()[1] for line in commands_of(REAL)]
     assert (tmp_path / "runs/mlflow_artifacts").is_dir()
     assert {each.name for each in (tmp_path / "studies/mine/runs").iterdir()} == {
-        f"{method}_seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)
+        "fedavg_seed-0",
+        "fedprox_seed-0",
     }

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fewer_rounds import with_fewer_rounds
+from shorter_programs import shorten
 
-# The notebooks' own plots are drawn, and the pictures that runs write are a point. The kernel itself
-# runs the commands of raysim, without the rest of their lines, which only shortens what they print.
+# The notebooks' own plots are drawn, and the pictures that runs write are a point. The kernel
+# itself runs the commands of raysim; what a pipe passes on is printed whole.
 FIRST_CELL = f"""
 %reset -f
 import sys
@@ -53,7 +53,7 @@ def test_notebook_runs_and_its_last_cell_outputs_true(path: Path, kernel: Any) -
 
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
-        cell.source = with_fewer_rounds(cell.source)
+        cell.source = shorten(cell.source)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(FIRST_CELL))
     NotebookClient(notebook, km=kernel, timeout=None).execute()
     assert notebook.cells[-1].outputs[0]["data"]["text/plain"] == "True"

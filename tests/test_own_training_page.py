@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fewer_rounds import with_fewer_rounds
+from shorter_programs import shorten
 
 PAGE = Path(__file__).parent.parent / "docs" / "own_training.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -24,7 +24,7 @@ def test_program_on_the_page_own_training_md_succeeds(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    shorter = with_fewer_rounds(program)
+    shorter = shorten(program)
     exec(shorter, names)
     assert names["result"].summary["failures"] == 0
     assert f"rounds={names['result'].summary['rounds']} " in shorter

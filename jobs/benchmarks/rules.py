@@ -28,7 +28,7 @@ from raysim.methods.fedld import PrincipalGradient
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
-from raysim.models import Mlp
+from raysim.models import Mlp, ModelRecipe
 from raysim.models.resnet import ResNet
 from raysim.primitives.streams import stream
 from raysim.simulation.server import Server
@@ -46,7 +46,8 @@ RULES: Mapping[str, Callable[[], Method]] = {
     "inco": InCo,
 }
 RULE_LIMIT = 1.3  # as a multiple of the time of the weighted mean
-COHORT = 10  # updates of ResNet-18, 11 million floats each
+MODEL: ModelRecipe = ResNet(18)  # 11 million floats
+COHORT = 10  # updates of `MODEL`
 
 
 def principal_and_loop() -> tuple[float, float]:
@@ -120,7 +121,7 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """
     counts = np.full(COHORT, 100)
     task = Task((3, 32, 32), 10, COHORT)
-    model = ResNet(18).build((3, 32, 32), 10, 0)
+    model = MODEL.build((3, 32, 32), 10, 0)
     declarations = declare(methods, task, model, _facts(COHORT))
     layout = declarations.layout
     start = torch.zeros(layout.shared), torch.zeros(layout.shared_counters, dtype=torch.int64)
@@ -135,7 +136,7 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
 
 
 def _updates() -> list[Update]:
-    layout = plan_layout({"model": ResNet(18).build((3, 32, 32), 10, 0)})
+    layout = plan_layout({"model": MODEL.build((3, 32, 32), 10, 0)})
     generator = stream(0, "bench")
     extras: dict[str, np.ndarray] = {
         "groupdro.loss": np.ones(1, np.float32),

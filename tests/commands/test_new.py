@@ -6,8 +6,9 @@ cluster.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,9 +119,24 @@ def test_printed_command_for_the_new_learner_trains_a_model(mine: Path) -> None:
     assert min(scores_of_printed_command("learner=mine", mine)) > 0.9
 
 
+def run_tests(folder: Path, output: Path) -> None:
+    """Run pytest in a folder as `python -m pytest` does, and end this process with its status.
+
+    output: the file for what pytest prints.
+    """
+    sys.path.insert(0, str(folder))
+    with output.open("w") as stream, contextlib.redirect_stdout(stream):
+        status = pytest.main(["-q", "-p", "no:cacheprovider"])
+    sys.exit(status)
+
+
 @pytest.mark.slow
-def test_tests_of_new_package_pass_without_installation(mine: Path) -> None:
-    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    ran = subprocess.run(program, cwd=mine, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout
+def test_tests_of_new_package_pass_without_installation(mine: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    # The new process has the modules that this one has imported.
+    testing = multiprocessing.get_context("fork").Process(target=run_tests, args=(mine, output))
+    testing.start()
+    testing.join()
+    printed = output.read_text()
+    assert testing.exitcode == 0, printed
+    assert " passed" in printed

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from raysim import cli
 from raysim.commands.ui import server as ui
 from raysim.commands.ui.database import find_root
 from raysim.primitives.errors import RefusedError
@@ -37,18 +39,40 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_ui_starts_a_server_and_opens_the_charts(runs: Path, port: int) -> None:
-    words = [sys.executable, "-m", "raysim", "ui", "--no-browser", "--port", str(port)]
-    with subprocess.Popen(words, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as command:
-        assert command.stdout is not None
-        lines = [command.stdout.readline() for _ in range(3)]
-        server = f"http://127.0.0.1:{port}/"
-        charts = r"#/experiments/1/runs\?workflowType=machine_.*orderByKey=tags.*\n"
-        match = re.fullmatch(f"the charts of the runs are at ({server}){charts}", lines[1])
-        assert match, lines
-        assert "MLflow" in urllib.request.urlopen(match[1]).read().decode()
-        command.send_signal(signal.SIGTERM)
-        assert command.wait(60) == 0
+def call_raysim(words: list[str], output: int) -> None:
+    """Execute a command of raysim, and end this process with the command's exit status.
+
+    output: the file descriptor that gets what the command prints.
+    """
+    with open(output, "w") as stream, contextlib.redirect_stdout(stream):
+        status = cli.call(words)
+    sys.exit(status)
+
+
+def test_ui_starts_a_server_and_opens_the_charts(
+    runs: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.tracking  # noqa: F401 (the new process has the modules that this one has imported)
+
+    monkeypatch.chdir(runs.parent)
+    reader, writer = os.pipe()
+    words = ["ui", "--no-browser", "--port", str(port)]
+    fork = multiprocessing.get_context("fork")
+    command = fork.Process(target=call_raysim, args=(words, writer))
+    command.start()
+    os.close(writer)
+    with open(reader) as output:
+        try:
+            lines = [output.readline() for _ in range(3)]
+            server = f"http://127.0.0.1:{port}/"
+            charts = r"#/experiments/1/runs\?workflowType=machine_.*orderByKey=tags.*\n"
+            match = re.fullmatch(f"the charts of the runs are at ({server}){charts}", lines[1])
+            assert match, lines
+            assert "MLflow" in urllib.request.urlopen(match[1]).read().decode()
+        finally:
+            command.terminate()
+            command.join(60)
+    assert command.exitcode == 0
     with socket.socket() as probe:
         assert probe.connect_ex((ui.HOST, port)), "the server has ended"
 

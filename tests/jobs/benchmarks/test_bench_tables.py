@@ -11,6 +11,7 @@ from jobs.benchmarks import planner, rules, scale
 from jobs.benchmarks.arguments import parser, read
 from raysim.commands.bench import steps
 from raysim.methods.fedopt import FedAvgM
+from raysim.models import SmallCnn
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,7 @@ def test_planner_benchmark_measures_every_schedule_with_every_fleet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
+    monkeypatch.setattr(planner, "FLEETS", {"night": planner.FLEETS["night"]})
     steps_said: list[str] = []
     rates = planner.rates(1e-9, steps_said.append)
     assert [(rate.schedule, rate.fleet) for rate in rates] == [
@@ -55,6 +57,7 @@ def test_benchmark_of_server_rules_compares_times_with_fedavg(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rules, "COHORT", 2)
+    monkeypatch.setattr(rules, "MODEL", SmallCnn(norm="batch"))
     monkeypatch.setattr(rules, "RULES", {"fedavgm": FedAvgM})
     monkeypatch.setattr(rules, "principal_and_loop", lambda: (3.0, 1.0))
     found = rules.bench_rules(1, lambda text: None)
