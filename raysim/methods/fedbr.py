@@ -1,24 +1,24 @@
 """FedBR: reduce the bias of local learning with a small shared set of pseudo-data.
 
 Guo et al., "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning Bias
-Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. z and z_p are the trained model's features of
-a batch and of pseudo-data, and z_g the received model's features of the pseudo-data. P is a
-projection, L_local the loss on the batch, and lambda, mu, tau1 and tau2 are settings. For row j of
-the features, s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
+Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. A pseudo-sample is a mean of samples; its
+target is 1 / C for each of C classes. z and z_p are the trained model's features of a batch and of
+pseudo-data, and z_g the received model's features of the pseudo-data. P is a projection, L_local
+the loss on the batch, and lambda, mu, tau1 and tau2 are settings. For row j of the features, s+_j =
+cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of the outputs for pseudo-data with the targets of the pseudo-data
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-A pseudo-sample is a mean of samples. Its target is 1 / C for each of C classes. With
-pseudo="mixture", samples of the batch enter the mean, and their labels enter the target.
+With pseudo="mixture", samples of the batch enter the mean, and their labels enter the target.
 
 Departures from the paper
 - Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau
-  (temperature_mode="divide"), with which the published ablation with tau2 = 0 is impossible.
+  (temperature_mode="divide"). With this form, the published ablation with tau2 = 0 is impossible.
 - Row j is compared with row j, as in the released code. Eq. (2) has an expectation over all rows.
-- With pseudo="mixture", the pseudo-data change in each step, and so z_g is computed in each step.
+- With pseudo="mixture", z_g is computed in each step, because the pseudo-data change in each step.
   The released code computes z_g only in a job's first step, as global_features="round" does.
 - The received model is in eval mode; in the released code it is in train mode.
 """
@@ -114,10 +114,10 @@ def pseudo_label_loss(logits: Tensor, targets: Tensor | None = None) -> Tensor:
 def mixture_pseudo_data(
     proxy_means: Tensor, inputs: Tensor, labels: Tensor, indices: Tensor, num_classes: int
 ) -> dict[str, Tensor]:
-    """Average each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
+    """Average each of R proxy means with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
-    A proxy mean is a mean of samples of the public set. It counts as one sample, whose target is
-    1 / C for each of C classes.
+    A proxy mean is a mean of samples of the public set. It counts as one sample, whose target is 1
+    / C for each of C classes.
     Return R pseudo-samples: "inputs" [R, ...] and "targets" [R, C].
     proxy_means: [R, ...].
     inputs, labels: the client's samples, [n, ...], with labels int64 [n] or probabilities [n, C].
@@ -150,10 +150,10 @@ class FedBR(Method):
 
     lam: weight of Component 1 (the loss of pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1: the temperature of the similarity between a pseudo-sample's features in the trained and in
-    the received model.
-    tau2: the temperature of the similarity between a pseudo-sample's features and a real sample's
-    features, both in the trained model.
+    tau1: the temperature of the similarity between the features of a pseudo-sample in the trained
+    and in the received model.
+    tau2: the temperature of the similarity between the features of a pseudo-sample and of a real
+    sample, both in the trained model.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
@@ -166,10 +166,10 @@ class FedBR(Method):
     pseudo_batch: the number of pseudo-samples in a step.
     samples_per_mean: the number of samples in a mean.
     means_per_client: with "rsm", the number of means that a client sends; None is `pseudo_batch`.
-    sources: how samples are drawn for the means. "balanced" draws all clients equally often,
-    "unbalanced" in proportion to their samples. "classes" draws all clients, and all classes of a
-    client, equally often. From a public set, "balanced" and "classes" draw all classes equally
-    often.
+    sources: how samples are drawn for means of clients' samples. "balanced" draws all clients
+    equally often, "unbalanced" in proportion to their samples. "classes" draws all clients, and all
+    classes of a client, equally often. For means of a public set, "balanced" and "classes" draw all
+    classes equally often, and "unbalanced" all samples.
     fresh: True draws new means of all clients' raw data in every round, which only a simulator can
     do.
     proxy: with "mixture", the data source of the public set; otherwise None.

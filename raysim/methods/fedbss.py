@@ -142,8 +142,9 @@ class FedBSS(Method):
     uncertainties. Jobs in between use the stored values.
     kind: the share of the biased samples in epoch e of E. "cosine" is (1 - cos(pi e / E)) / 2,
     "linear" is e / E, "filter" is 0, "all" is 1.
-    fraction_of: with "samples", this share of the biased samples takes part. With "loss", the share
-    is a factor on the losses of all biased samples.
+    fraction_of: how the share of `kind` is used. With "samples", this share of the biased samples
+    takes part. With "loss", all biased samples take part, and the share is a factor on their
+    losses.
     """
 
     name = "fedbss"

@@ -8,8 +8,8 @@ learning rate:
     x <- x + eta_g sum_i w_i Delta_i / K
 
 Departures from the paper or FLSim's code
-- The divisor is K, as in the paper, so that a stale buffer makes a shorter step. FLSim's default is
-  normalization="none".
+- The divisor is K, as in the paper, so a stale buffer makes a shorter step. FLSim's default has no
+  divisor (normalization="none").
 - FLSim divides all weights by the weight of staleness 1; raysim does not.
 - BatchNorm's statistics become the weighted mean, without the server's learning rate.
 - Updates that are in the buffer when the run ends are not used.

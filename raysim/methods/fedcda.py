@@ -2,9 +2,9 @@
 
 Source: Wang et al., "FedCDA: Federated Learning with Cross-rounds Divergence-aware Aggregation"
 (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants are divided at random into groups
-(the setting `batches`). One group after another, the server chooses a cached model w_n for each
-client n. All clients that do not participate keep their last w_n. F_n is the loss of w_n, and L the
-setting `smoothness`. The choice of a group minimises
+(the setting `batches`). For one group after another, the server chooses a cached model w_n for each
+client n of the group. Clients that do not participate keep their last w_n. F_n is the loss of w_n,
+and L the setting `smoothness`. The choice of a group minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 
@@ -16,8 +16,8 @@ Departures from the paper
 - F_n is the mean training loss in a job's last epoch. With local.steps, it is the mean over the
   last tenth of the steps.
 - BatchNorm's statistics are averaged with their model, but are not part of the norm.
-- The model of a stale client is its base version plus its update. Weights of other methods have no
-  effect.
+- The model of a stale client is its base version plus its update.
+- Weights of other methods have no effect.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def select_models(
     candidates: [B, K, D], up to K cached models of each client, newest first.
     candidate_losses: [B, K], the losses of these models.
     num_candidates: int64 [B], how many models each client has in the cache.
-    fixed_models: [F, D], the models of other clients, which do not change; F may be 0.
+    fixed_models: [F, D], the models of other clients; F may be 0.
     fixed_losses: [F], the losses of the fixed models.
     smoothness: the weight L of the divergence.
     """
@@ -284,13 +284,14 @@ _CHANGES_MEAN = "it changes a mean update, but FedCDA sets the model to a mean o
 class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
-    The chosen models minimise the mean loss plus L / 2 times the mean squared distance to the mean
-    of the chosen models.
+    The choice minimises the mean loss of the chosen models, plus L / 2 times their mean squared
+    distance to their mean.
 
     memory: the number of cached models per client.
-    batches: the number of groups of participants, which choose models one after another.
+    batches: the number of groups of participants. The server chooses the models of one group after
+    another.
     smoothness: the factor L on the distances.
-    warmup_rounds: the number of first rounds in which no models are chosen.
+    warmup_rounds: the number of rounds at the start in which no models are chosen.
     warmup: the average in these rounds. "fedavg" takes the models of the participants, "selected"
     the newest models of all clients.
     cache: where models are stored, "disk" or "memory".

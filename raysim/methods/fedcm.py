@@ -8,11 +8,11 @@ K_i steps; y_i is its trained model and p_i its normalised weight. A local step 
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation
 
 Choices, and departures from the paper
-- Delta starts at 0, as in the paper, so the first round's steps are alpha times as long as those
-  of SGD. FedBR's code has warm_start=True.
+- Delta starts at 0, as in the paper. The steps of the first round are so alpha times as long as
+  those of SGD. With warm_start=True, as in FedBR's code, they are steps of SGD.
 - v contains alpha times the weight decay.
-- With local momentum, the optimizer's momentum is a sum of earlier v, unlike in FedBR's code.
-- If stages train separate networks, K_i is counted for each network.
+- Local momentum is a sum of earlier v. In FedBR's code it is not.
+- If stages train separate networks, each network has its own K_i.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
 """
 

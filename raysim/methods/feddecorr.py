@@ -7,13 +7,14 @@ n,
 
     loss = cross-entropy + beta |K|_F^2 / D^2
 
+Only variant="paper" is this equation, with population standard deviations.
+
 Departures from the paper
-- variant="paper" is this equation, with population standard deviations. All other variants use
-  sample standard deviations.
 - The default, variant="authors", is the penalty in the authors' code: n times the mean square of
-  the entries of K outside its diagonal. It is about n times as large.
-- variant="fedbr" is the penalty in FedBR's tables: this equation, with 1e-4 added to the standard
-  deviations.
+  the entries of K outside its diagonal, with sample standard deviations. It is about n times as
+  large as the equation's penalty.
+- variant="fedbr" is the penalty in FedBR's tables: the equation with sample standard deviations
+  plus 1e-4.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ of all clients:
     h       <- h - (alpha / N) sum_{k in P} (theta_k - x^t)
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
-Departures from the paper or its code
+Choices, and departures from the paper or its code
 - If the run sets weights, the mean over P is weighted, and the sum over P is |P| times the weighted
   mean.
 - The authors' code multiplies alpha by a factor that depends on the client's share of the data.
-- Weight decay and momentum act on the corrected gradient; g_k contains neither.
-- With alpha = 0, the method is FedAvg. A small alpha is not close to FedAvg, because h / alpha does
-  not depend on alpha.
+- Weight decay and momentum act on the corrected gradient; g_k contains neither weight decay nor
+  momentum.
+- alpha = 0 is FedAvg. A small alpha is not close to FedAvg, because h / alpha does not depend on
+  alpha.
 - g_k and h cover all shared trainable parameters, including networks of other methods.
 - x^t is the received vector, even if another method (PartialFed) starts training elsewhere.
 """

@@ -6,12 +6,12 @@ D_i,
 
     eta_t = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + epsilon)))        x_{t+1} = x_t + eta_t D
 
-The mean (x_{t+1} + x_t) / 2 is evaluated, because iterates oscillate; training continues from
+Because iterates oscillate, the mean (x_{t+1} + x_t) / 2 is evaluated. Training continues from
 x_{t+1}.
 
 Departures from the paper or its code
-- epsilon_scale="count" and epsilon_decay=0.996004 make epsilon that of the released code: M epsilon
-  0.998^(2t) in round t with M participants.
+- In round t with M participants, the released code has M epsilon 0.998^(2t) in place of epsilon.
+  For this, set epsilon_scale="count" and epsilon_decay=0.996004.
 - The weights p_i are those of the run. In the paper, all clients have the same weight.
 - Only trainable parameters count. The evaluated model has the buffers of the newest model.
 - eta_t is computed before other methods, such as InCo, change the mean update.

@@ -2,7 +2,7 @@
 
 Source: Zhang et al., "Tackling the Non-IID Issue in Heterogeneous Federated Learning by Gradient
 Harmonization" (IEEE SPL 2024). G_i is the update of client i, and g_i starts as G_i. For each pair
-(i, j) with a negative inner product, one pair after another,
+(i, j) with a negative <G_i, G_j>, one pair after another,
 
     g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
@@ -19,11 +19,12 @@ Choices, and departures from the paper
 - The authors have published no code. The pairs are tested in the order (0, 1), (0, 2), ... by
   client number.
 - conflict_test="current" tests changed updates, as in PCGrad: the first formula applies if <g_i,
-  G_j> is negative, the second if <g_j, G_i> is.
+  G_j> is negative, the second if <g_j, G_i> is negative.
 - A changed update is not scaled back to its original length.
-- "fedgh_hierarchical" treats the last pair (a, b) as FedLD's code does. Let s be the original <a,
-  b>. First a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the changed a.
-- "fedgh_hierarchical" first multiplies each update by its weight, divided by the mean weight.
+- "fedgh_hierarchical" multiplies each update by its weight, divided by the mean weight, before the
+  first sorting.
+- "fedgh_hierarchical" treats the last pair (a, b) as FedLD's code does. With s the original <a, b>,
+  first a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the changed a.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _harmonize(
     products: the Gram matrix [m, m] of the original updates.
     pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
     conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
-    counts: the conflicts and projections are added to these numbers.
+    counts: counters to which the conflicts and projections are added.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -198,13 +199,13 @@ def _harmonize_in_tree(
 ) -> np.ndarray:
     """Add up m updates in pairs, then the sums in pairs, until one sum is left.
 
-    Return the coefficient of each update in the last sum, float64 [m]. The module's docstring
-    describes how conflicts are removed.
+    Conflicts within a pair are first removed, as "fedgh_hierarchical" in the module's docstring.
+    Return the coefficient of each update in the last sum, float64 [m].
     products: [m + 1, m + 1], the inner products of the m updates and of r, the running mean of past
     aggregates.
     factors: [m], the factor by which each update is multiplied at first.
     eps: added to squared norms, so that no division is by 0.
-    counts: the conflicts and projections are added to these numbers.
+    counts: counters to which the conflicts and projections are added.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 

@@ -1,7 +1,8 @@
 """FedLD: train with smaller margins on clients, and rebuild updates from their common directions.
 
 Source: Zeng et al., "Tackling Data Heterogeneity in Federated Learning via Loss Decomposition"
-(MICCAI 2024), eq. (3) (client) and (4)-(7) (server). With f the logits:
+(MICCAI 2024), eq. (3) (client) and (4)-(7) (server). f_b are the logits of sample b. The client's
+loss is
 
     loss = cross-entropy + lam mean_b log(1 + |f_b|^2)
 
@@ -11,16 +12,15 @@ server averages
 
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
-The option "fedld" is fedld_margin (this loss) with fedld_principal (this rule of the server). Both
-can be used alone, as can "fedld_damped", another loss.
+The option "fedld" is the list fedld_margin (the loss), fedld_principal (the server's rule). Each of
+the two can be used alone. "fedld_damped" is another loss.
 
 Departures from the paper
 - kind="batch_softmax" is the penalty of the authors' code, with which the paper's values of lam
-  were tuned. The kinds "logit_l2" and "threshold" and the damped loss are variants that the paper
-  only names.
-- With the default, |g_i'| = |g_i|, as the paper claims, unless a projection counts as 0 (`tol`).
-  Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The
-  authors' code divides lambda_l by the sum of all eigenvalues ("sum"), and updates become shorter.
+  were tuned. The paper only names kind="logit_l2", kind="threshold" and the damped loss.
+- By default |g_i'| = |g_i|, as the paper claims, unless a projection counts as 0 (`tol`). Eq. (7)
+  has w_l = 1 (normalization="none"), which makes updates longer. The authors' code divides lambda_l
+  by the sum of all eigenvalues ("sum"), which makes them shorter.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
 - The authors' code has granularity="tensor" and the same weight for all updates. It applies the
@@ -128,9 +128,10 @@ class MarginControl(Method):
     """A penalty on large logits in the local loss.
 
     lam: the weight of the penalty.
-    kind: the penalty on the logits f of each sample. "marg_log" (eq. 3) is the mean of log(1 +
-    |f|^2), "logit_l2" that of |f|^2, and "threshold" that of max(0, margin - threshold)^2.
-    "batch_softmax" is log(1 + S), where S sums p^2 over all softmax probabilities p of the batch.
+    kind: the penalty on the logits f of the samples. "marg_log" (eq. 3) is the mean of log(1 +
+    |f|^2). "logit_l2" is the mean of |f|^2. "threshold" is the mean of max(0, margin -
+    threshold)^2. "batch_softmax" is log(1 + S), where S sums p^2 over all softmax probabilities p
+    of the batch.
     threshold: the largest margin without a penalty. A margin is the label's logit minus the largest
     other logit.
     """
@@ -276,12 +277,12 @@ def principal_gradient_aggregate(
 class PrincipalGradient(Method):
     """A server rule that rebuilds each update from the principal directions of all updates.
 
-    The rebuilt update is a weighted sum of the L principal directions, times the length of the
-    original update. Each direction gets the sign of the update's projection on it.
+    The rebuilt update is a weighted sum of L principal directions, times the length of the original
+    update. Each direction gets the sign of the update's projection on it.
     fraction: L divided by the number of updates.
     normalization: the weight of a direction with the eigenvalue lambda_l. "l2" is lambda_l /
-    sqrt(sum_{k <= L} lambda_k^2). It keeps the length of an update if none of its projections
-    counts as 0. "sum" divides lambda_l by the sum of all eigenvalues, and "none" is 1.
+    sqrt(sum_{k <= L} lambda_k^2), which keeps the length of an update without projections that
+    count as 0. "sum" divides lambda_l by the sum of all eigenvalues, and "none" is 1.
     granularity: "model" rebuilds whole updates, "tensor" rebuilds each tensor separately.
     tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. A projection
     counts as 0 if it is at most tol times the length of the update.

@@ -1,8 +1,8 @@
 """FedMix: approximate a loss in which a client's samples are mixed with means of samples.
 
-Each client averages inputs of some of its samples to a *mean input*, and their one-hot labels to a
-*mean label*. All clients receive all these pairs. NaiveMix mixes each input of a batch with a mean
-input. FedMix takes the first-order Taylor expansion of NaiveMix's loss.
+Before round 0, each client averages some of its inputs to a *mean input*, and their one-hot labels
+to a *mean label*. All clients receive all pairs (mean input, mean label). NaiveMix mixes each input
+of a batch with a mean input. FedMix is the first-order Taylor expansion of NaiveMix's loss.
 
 Source: Yoon et al., "FedMix: Approximation of Mixup under Mean Augmented Federated Learning" (ICLR
 2021), Proposition 1 and the local update. A sample x with label y gets the mean input xbar and the
@@ -14,11 +14,11 @@ mean label ybar. f is the model, and with u = (1 - lam) x,
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
 Choices where the paper and the public implementations differ
-- Public implementations have taylor_scale="public".
-- l3 has the total factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
-  loss has the factor lam.
-- Received pairs of a step are drawn without replacement. pairs="each" is the rule of the FedBR
-  paper, pairs="one" that of the FedMix paper.
+- Public implementations divide l3 by the batch size (taylor_scale="public").
+- l3 has the total factor lam (1 - lam), as in the paper's algorithm. In the paper's formula of the
+  loss, the factor is lam.
+- The pairs of a step are drawn without replacement. pairs="each" is the rule of the FedBR paper,
+  pairs="one" that of the FedMix paper.
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
   The paper averages all samples of a client.
 - fresh=True is for reproducing the numbers of FedBR's code.
@@ -98,12 +98,10 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
-    l1 and l2 are those of `label_terms`. For l3, each sample's inner product is computed between
-    its mean input and the gradient of its l1 with respect to its input. l3 is lam times the mean
-    of these products over the batch.
+    `label_terms` describes l1 and l2. l3 is lam times the batch's mean of <d l1 / d x, xbar>, where
+    x is a sample's input and xbar its mean input.
     logits: [B, C], the outputs of the model for `inputs`.
-    inputs: [B, ...], the batch's inputs, already multiplied by 1 - lam. The tensor must have
-    `requires_grad`.
+    inputs: [B, ...], the batch's inputs, already multiplied by 1 - lam, with `requires_grad`.
     labels: int64 [B].
     mean_inputs, mean_targets: [B or 1, ...] and [B or 1, C].
     taylor_scale: "public" divides l3 by the batch size B, "paper" does not.
@@ -156,8 +154,8 @@ class FedMix(Method):
     pairs: "each" draws a pair for each sample of a step, "one" draws one pair for all samples.
     naive: True uses the loss of NaiveMix, on inputs that are mixed with mean inputs. False uses the
     first-order Taylor expansion of this loss.
-    taylor_scale: the first-order term is its mean over the batch ("paper"), or this mean divided by
-    the batch size ("public").
+    taylor_scale: with "paper", the first-order term is a mean over the batch. "public" divides this
+    mean by the batch size.
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 

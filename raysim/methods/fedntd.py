@@ -1,12 +1,11 @@
 """FedNTD: distil the received model's outputs for the classes other than the true one.
 
 Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
-Learning" (NeurIPS 2022):
+Learning" (NeurIPS 2022). For the C - 1 classes other than the true one, p is the softmax of the
+received model's outputs divided by tau. q is the softmax of the local model's outputs divided by
+tau:
 
-    loss = cross-entropy + beta L_NTD
-
-L_NTD is tau^2 KL(p || q), over the C - 1 classes other than the true one. p is the softmax of the
-received model's outputs divided by tau, and q that of the local model's outputs.
+    loss = cross-entropy + beta L_NTD        L_NTD = tau^2 KL(p || q)
 
 Departures from the paper
 - The received model is in eval mode. In the authors' code it is in train mode for the first client.

@@ -2,7 +2,8 @@
 
 Source: Reddi et al., "Adaptive Federated Optimization" (ICLR 2021), Algorithms 1 and 2; for FedAvgM
 Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification" (2019). With D the mean update:
+Classification" (2019). D is the mean update, x the model and eta the server's learning rate. u, m
+and v are server state:
 
     FedAvgM      u <- beta u + D               x <- x + eta u       (Nesterov: x + eta (D + beta u))
     adaptive     m <- beta1 m + (1 - beta1) D  x <- x + eta m / (sqrt(v) + tau)
@@ -11,7 +12,7 @@ Classification" (2019). With D the mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- bias_correction=True, which the paper does not have, multiplies step t by sqrt(1 - beta2^t) / (1 -
+- The paper has no bias_correction. With True, step t is multiplied by sqrt(1 - beta2^t) / (1 -
   beta1^t). This is the rule of TensorFlow's Adam, not of PyTorch's.
 - v starts at tau^2, which the paper allows. In the authors' code it starts at 0, and beta2 is
   0.999.

@@ -15,10 +15,10 @@ cross-entropy, R the alignment loss, and lam its weight:
              P_i,jl = V_j [j = l] + sum_k <h_ik - h_jk, h_ik - h_lk>
 
 Departures from the paper
-- The first head_epochs epochs of a job train the head, all later epochs the extractor. The authors
-  train the head for one epoch and then the extractor for E epochs.
-- With local.steps, the head trains for the steps of head_epochs passes over the samples. The limit
-  is head_epochs / (head_epochs + 1) of all steps.
+- The first head_epochs epochs of a job train the head, all later epochs the extractor. With
+  local.steps, the head trains for the steps of head_epochs passes over the samples, but at most
+  head_epochs / (head_epochs + 1) of all steps. The authors train the head for one epoch and then
+  the extractor for E epochs.
 - Each phase has a separate optimizer.
 - h and V are measured with the received extractor, as in the authors' code. Measurements use all
   samples of a client, in eval mode and without augmentation.
@@ -272,12 +272,12 @@ def _local_work(local: Local) -> tuple[str, int]:
 class FedPAC(Method):
     """A method with a shared extractor and, for each client, a mixture of participants' heads.
 
-    A client's mixture is over the participants of the aggregation in which it last took part.
-    The server keeps a head for each client that took part. For 10 classes and 512 features, 100,000
+    A client's mixture has the heads of the last aggregation in which the client took part. The
+    server keeps a head for each client that took part. For 10 classes and 512 features, 100,000
     heads take 2 GB of memory.
 
     lam: the weight of the loss that aligns features with prototypes.
-    head_epochs: the number of a job's first epochs that train the head.
+    head_epochs: the number of a job's first epochs, which train the head.
     head_lr_factor: factor on local.lr while the head is trained.
     min_weight: weights up to this value become 0 in a mixture, unless all weights are that small.
     """

@@ -10,10 +10,11 @@ extractor, d the number of its features, and C_j the prototype of class j.
 
 Departures from the paper
 - A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
-- c_ij is measured in eval mode, without augmentation. Without participants that have class j, C_j
-  does not change.
+- c_ij is measured in eval mode, without augmentation. If no participant has class j, C_j does not
+  change.
 - With predict=prototype, a client predicts the class of the nearest C_j among its own classes, as
-  in the authors' code. It uses the C_j that it received for its last job or, without any, its head.
+  in the authors' code. It uses the C_j that it received for its last job. Without any, it uses its
+  head.
 - All clients have the same layers, unlike in the paper. Each client uploads means of all classes,
   with zeros for missing ones.
 """

@@ -4,10 +4,12 @@ Source: Li et al., "Federated Optimization in Heterogeneous Networks" (MLSys 202
 
     h(w) = f_i(w) + mu/2 |w - w_t|^2         gradient: grad f_i(w) + mu (w - w_t)
 
+f_i is the loss of client i, and w_t the received model.
+
 Departures from the paper
 - The term covers the shared trainable parameters. Stages with another loss have no such term.
-- w_t is the model with which training starts. PartialFed and FedALA mix it from the received and
-  the client's own model.
+- PartialFed and FedALA start training from a mixture of the received and the client's own model.
+  This mixture is then w_t.
 - The term's gradient is added before weight decay and momentum.
 - `local.*` alone decides the number of steps. In the paper, slow clients make fewer steps.
 """

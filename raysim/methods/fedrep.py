@@ -11,8 +11,8 @@ Source: Collins et al., "Exploiting Shared Representations for Personalized Fede
                               extractor and its own head
 
 Departures from the paper
-- In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. local.steps is
-  divided in the same proportion. Head and extractor have separate optimizers.
+- With mode=alternate, local.epochs is head_epochs + body_epochs, and need not be set. local.steps
+  is divided in the ratio head_epochs : body_epochs. Head and extractor have separate optimizers.
 - While the head is trained, the extractor is in train mode, as in the authors' code. BatchNorm's
   running statistics then change.
 - A client that never trained has the initial head.

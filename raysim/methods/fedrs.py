@@ -1,8 +1,8 @@
 """FedRS: scale down the logits of the classes that a client does not have.
 
 Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution
-Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the
-cross-entropy of
+Non-IID Data" (KDD 2021). s_c is 1 for a class that the client has, else alpha. The loss is the
+cross-entropy of the scaled logits
 
     z_c = s_c <w_c, h>        w_c: the head's weights of class c, h: the features
 
@@ -10,8 +10,7 @@ Departures from the paper
 - With kind="relative", s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
   number of the client's samples of class c.
 - The head has no bias, as in the released code.
-- With alpha = 0, a missing class has the logit 0 and stays in the softmax. FedLC leaves such
-  classes out.
+- With alpha = 0, a missing class has the logit 0 and stays in the softmax.
 - Outputs that the method vhl adds are not scaled.
 """
 

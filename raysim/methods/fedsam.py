@@ -2,14 +2,14 @@
 
 Source: Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization" (ICML 2022),
 Algorithm 1. The adaptive form is from Caldarola et al., "Improving Generalization in Federated
-Learning by Seeking Flat Minima" (ECCV 2022):
+Learning by Seeking Flat Minima" (ECCV 2022). F is the loss at the parameters theta, and lr the
+learning rate. rho and eta are settings, and T has the absolute values of theta plus eta:
 
     g = grad F(theta)      eps = rho g / |g|
     adaptive (FedASAM):    eps = rho T^2 g / |T g|
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-F is the loss at the parameters theta, and T has the absolute values of theta plus eta. MoFedSAM is
-`method=fedsam+fedcm`; method.fedcm.alpha is the beta of Qu et al.
+MoFedSAM is `method=fedsam+fedcm`; method.fedcm.alpha is the beta of Qu et al.
 
 Departures from the paper
 - Norms include BatchNorm's weight and bias.
@@ -17,7 +17,7 @@ Departures from the paper
   are applied at theta.
 - Stages with another loss use the gradient at theta.
 - Only the first forward pass updates BatchNorm's running statistics.
-- Clients are weighted by samples. Models of rounds are not averaged (SWA).
+- Clients are weighted by samples. The models of several rounds are not averaged (SWA).
 """
 
 from __future__ import annotations

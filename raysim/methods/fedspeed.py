@@ -2,7 +2,8 @@
 
 Source: Sun et al., "FedSpeed: Larger Local Interval, Less Communication Round, and Higher
 Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and has theta_K after K
-local steps. F is the loss, and c_k the client's correction, at first 0:
+local steps. F is the loss, lr the learning rate, and c_k the client's correction, at first 0.
+alpha, rho and lam are settings:
 
     g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
     theta <- theta - lr (g - c_k + (theta - x^t) / lam)
@@ -12,11 +13,11 @@ local steps. F is the loss, and c_k the client's correction, at first 0:
 Departures from the paper
 - The paper's experiments use alpha for rho, too.
 - F includes the loss terms of other methods. Corrections of the gradient, weight decay and momentum
-  are added afterwards.
+  are added to g.
 - With PartialFed, x^t is the mixture with which training starts.
 - Stages with another loss use g_1 in place of g.
-- A method that keeps the trained model (pfedavg, moon) must precede fedspeed in the list of
-  methods. Otherwise it keeps the uploaded model.
+- Methods that keep the trained model (pfedavg, moon) must precede fedspeed in the list of methods.
+  Otherwise they keep the uploaded model.
 - Buffers have no correction. Only the first forward pass updates BatchNorm's running statistics.
 """
 

@@ -3,19 +3,18 @@
 Source: Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for
 Federated Learning" (NeurIPS 2022). A linear layer in front of the classifier makes mu and (through
 softplus) sigma. In training, z = mu + sigma eps replaces the features of each sample b; eps is
-normal noise. The loss is
+normal noise. Class c has the Gaussian N(r_mu[c], r_sigma[c]^2), which is trained, as is the factor
+s. The loss is
 
     CE + alpha_l2r mean_b |z_b|
        + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
 
-The classes' Gaussians r_mu, r_sigma and the factor s are trained, too.
-
 Departures from the paper
-- As in the authors' code, the penalty is the norm, not its square. r_mu, r_sigma and s stay on the
-  client, unless share_reference=True.
+- As in the authors' code, the first penalty is the norm, not its square. r_mu, r_sigma and s stay
+  on the client, unless share_reference=True.
 - Clients have the run's aggregation weights; the authors' code has equal weights.
 - As in the authors' code, a model is scored with the mean of the softmax over `samples` draws of z.
-  Here all inputs have the same values of the noise eps in these draws.
+  Here all inputs have the same values of eps in these draws.
 - With Mixup, the KL uses the class of the larger weight.
 """
 
@@ -147,13 +146,13 @@ class FedSR(Method):
     """A method that learns noisy features of a small norm, near one Gaussian for each class.
 
     alpha_l2r: the weight of the penalty on the norm of the features.
-    alpha_cmi: the weight of the KL divergence of the features from the Gaussian of their class.
+    alpha_cmi: the weight of the KL divergence of the features from the Gaussian of their class. The
+    features are first multiplied by a trained factor s.
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
     probabilistic: False is FedL2R: no noise, and only the norm as penalty.
-    share_reference: True averages the Gaussians over the clients, and also the factor s by which
-    features are multiplied before they are compared with a Gaussian. False keeps the Gaussians and
-    s on the client.
+    share_reference: True averages the Gaussians and s over the clients. False keeps them on the
+    client.
     """
 
     name = "fedsr"

@@ -1,9 +1,8 @@
 """FlexLoRA: average the products of the adapters' factors, and split the mean again.
 
 Source: Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
-Client Resources" (NeurIPS 2024), Algorithm 1. Client i has the weight p_i, and a layer's adapter
-has the factors B_i and A_i on this client. With r = model.lora.rank and U S V' a singular value
-decomposition:
+Client Resources" (NeurIPS 2024), Algorithm 1. Client i has the weight p_i; its adapter of a layer
+has the factors B_i and A_i. With r = model.lora.rank and U S V' a singular value decomposition:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'
@@ -11,12 +10,11 @@ decomposition:
 Client i of rank r_i receives the first r_i columns of B and rows of A.
 
 Departures from the paper
-- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0), with the server's current product
-  B A and the factors B_i^0 and A_i^0 that client i received.
+- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
+  product; client i received the factors B_i^0 and A_i^0.
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
-- If P has a rank k below r, rows k + 1 to r of A do not change, and columns k + 1 to r of B become
-  0.
+- If P has a rank k below r, rows k + 1 to r of A do not change. Columns k + 1 to r of B become 0.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
-    Each row of A has the norm 1 and belongs to a singular value; the row of the largest one comes
-    first. If left @ right has a rank k below r, the last r - k columns of B are 0. The last r - k
-    rows of A are then those of `old_a`.
+    Each row of A has the norm 1 and belongs to a singular value, in descending order. If left @
+    right has a rank k below r, the last r - k columns of B are 0. The last r - k rows of A are then
+    those of `old_a`.
 
     left: [m, R], with R >= r.
     right: [R, n].

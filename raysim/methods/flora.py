@@ -1,18 +1,18 @@
 """FLoRA: stack the factors of all clients, and add their product to the frozen weights.
 
 Source: Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
-Adaptations" (NeurIPS 2024), Algorithm 1. A layer with the frozen weight W0 uses W0 + s B A. Client
-i has the weight p_i:
+Adaptations" (NeurIPS 2024), Algorithm 1. A layer with the frozen weight W0 uses W0 + s B A. K
+clients take part; client i has the weight p_i:
 
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
 Departures from the paper
-- Each job counts as traffic the factors that its client sends. After the first version, it also
-  counts one received stack. W0 is not counted, also if the client missed rounds.
+- In the traffic, a job sends its client's factors. From version 1 on, it also receives one stack A,
+  B. W0 is never counted, not even for a client that missed rounds.
 - The counted size of a stack is an estimate. It assumes that an aggregation has the largest
-  possible number of updates, and that each update has the mean rank of all clients. A layer's stack
-  is counted with at most as many floats as the layer's frozen weight has.
+  possible number of updates, and that each update has the mean rank of all clients. The stack of a
+  layer counts at most as many floats as W0 has.
 - The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.

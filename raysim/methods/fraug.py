@@ -7,6 +7,7 @@ Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
     G        generator, averaged                           H    RTNet, stays with the client
     y^       labels that cycle through all classes         z    noise
     rho = exp(gamma (t - T)) in round t of T               beta = min(1/2, rho)
+    D        squared maximum mean discrepancy, with five Gaussian kernels
 
 Each batch takes three optimizer steps. The networks that a step does not train are in eval mode.
 
@@ -18,18 +19,18 @@ Each batch takes three optimizer steps. The networks that a step does not train 
     RTNet:       -1/2 [entropy(h(v~)) + entropy(h(v^))]
                  + lambda_H/2 [D(v~, f(x)) + D(v^, c_y^)], with rho = 1
 
-D is the squared maximum mean discrepancy with five Gaussian kernels.
-
 Departures from the paper
-- The weights of the cross-entropies, which are illegible in the paper, are from the authors' code.
-  As in this code, prototypes start at 0, mu is constant, and rho and beta are constant in a round.
-  D is over all classes together, and a batch of one sample is left out.
-- noise="uniform" is the noise of the authors' code, prototype_ramp=True the mu of a cited work. The
-  metric "mmd_classes" computes D for each class, as in the paper's text.
-- After round T, the setting `rounds`, rho and beta are constant.
-- The paper chose gamma for T = 300. With a smaller T, use ramp_rounds=300.
-- The norm of generated features has no limit. The run warns above 10 times the norm of real
-  features. A smaller lambda_G or learning rate of the generator helps.
+- The weights of the cross-entropies, which are illegible in the paper, are those of the authors'
+  code.
+- As in this code, prototypes start at 0, mu is constant, and rho and beta are constant in a round.
+  A batch of one sample is left out.
+- D is over all classes together, as in this code. The metric "mmd_classes" computes D for each
+  class, as in the paper's text.
+- noise="uniform" is the noise of the authors' code, prototype_ramp=True the mu of a cited work.
+- T is the setting `rounds`. After round T, rho and beta are constant. The paper chose gamma for T =
+  300; with a smaller T, use ramp_rounds=300.
+- The norm of generated features has no limit. The run warns if it is above 10 times the norm of
+  real features. A smaller lambda_G or learning rate of the generator helps.
 - BatchNorm layers are found by type, so also in the shortcuts of a ResNet.
 - The learning rates of generator and RTNet are multiples of local.lr. All other settings of their
   optimizers are those of the classifier's optimizer.
