@@ -128,7 +128,7 @@ class Compressor(Method):
         values: the vector to send, [layout.trained]. It may be overwritten.
         memory: the sender's memory, [layout.trained]; empty means 0. Do not change it.
         key: a random number below 2^63 for `encode`, a new one for each message.
-        kept: on the CPU, the result of `keep` for the sender's previous message. For the first
+        kept: the result of `keep` for the sender's previous message, on the CPU. For the first
         message, it is the result of `initial`.
         """
         # A subclass may override this function with a faster one that has the same results. Its own

@@ -166,7 +166,6 @@ class Context:
     version: the number of the base version.
     samples: the number of the client's training samples.
     rate: the learning rate of this job.
-    step_factor: the factor on `rate` in the current step.
     received: [layout.shared], the version that the client received.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
     base: [layout.shared], the values at the start of training; `received`, unless a method changed
@@ -176,12 +175,13 @@ class Context:
     upload: the tensors that the client sends with its update.
     report: columns of the history; a client does not send them.
     draws: the values of `Setup.draw`, one for each step.
+    step_factor: the factor on `rate` in the current step.
     step: the number of the current batch, from 0.
     kept: the values in `LocalJob.scratch`.
     start: the client's personal tensors before the first step.
     plan: the batches of this job, known after the hook `begin`.
-    losses: the task losses without terms of methods, one for each step that has the task loss. They
-    are known in the hook `end`.
+    losses: the task loss of each step that has one, without terms of methods; known in the hook
+    `end`.
     views: the `LocalJob` of each method, by the name of the method.
     """
 

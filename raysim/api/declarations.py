@@ -42,11 +42,11 @@ class Task:
     dtype: the type of all floats.
     kind: decides the usual loss and the usual metrics.
     tokens: the number of different tokens for sequences of token numbers; else None.
-    scored_by: the main metric. None means the first one of `scores`, or of the usual metrics.
+    scored_by: the main metric; None means the first one that is computed.
     loss: a function from outputs [B, C] and labels to losses [B]; None means the usual loss.
     unseen: the number of unseen clients.
-    scores: the metrics to compute, with `scored_by` in addition. () without `scored_by` means the
-    usual ones.
+    scores: the metrics to compute, in addition to `scored_by`. Without both, the usual metrics are
+    computed.
     lower: the user's metrics for which a lower score is better.
     label_shape: the shape of one label: () for a class per sample, (height, width) for a class per
     pixel.
@@ -194,9 +194,9 @@ class Evaluation:
     decompose: aggregations between two loss decompositions (`raysim.methods.loss_decomposition`); 0
     means never.
     decompose_rows: the largest number of a client's training samples for a loss decomposition.
-    metrics: the metrics to compute, with `metric` in addition. [] without `metric` means the usual
-    ones.
-    metric: the main metric. None means the first one of `metrics`, or of the usual metrics.
+    metrics: the metrics to compute, in addition to `metric`. Without both, the usual metrics are
+    computed.
+    metric: the main metric; None means the first one that is computed.
     lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that are never trained. Their scores are in separate columns.
     """
@@ -258,10 +258,11 @@ class Local:
     clip: the largest norm of a gradient; 0 for no limit.
     lr_decay: the factor on the learning rate for each version.
     schedule: a further change of the learning rate; `Local.rate` has the formulas.
-    schedule_rounds: the version at which "cosine" and "linear" end. Only schedule_over="rounds"
-    uses it; None elsewhere.
+    schedule_rounds: with schedule_over="rounds", the version at which "cosine" and "linear" end.
+    Not used otherwise.
     final_lr: the learning rate at the end of "cosine" and "linear".
-    drop_every: for "step", versions or steps between two drops of the learning rate; else None.
+    drop_every: for "step", versions or steps between two drops of the learning rate. Not used
+    otherwise.
     drop_factor: for "step", the factor on the learning rate at each drop.
     warmup_rounds: the number of versions at the start in which the learning rate grows.
     schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
@@ -272,8 +273,8 @@ class Local:
     steps: the number of batches of a job; None with `epochs`.
     sampling: "shuffle" makes passes in a new random order; the last batch of a pass may be smaller.
     "replacement" draws every batch at random, with replacement.
-    phases: the number of parts of a job with `steps`, at most one part for each step. A method that
-    selects samples for each epoch selects them for each part instead.
+    phases: with `steps`, the number of parts of a job, at most `steps`. A method that selects
+    samples for each epoch selects them for each part instead.
     keep_optimizer: True keeps a client's optimizer state for the client's next job.
     """
 
@@ -392,10 +393,7 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return the factor on the job's learning rate for each step.
-
-        Return None if the learning rate is the same in all steps, because `schedule_over` is
-        "rounds" and `warmup_steps` is 0.
+        """Return the factor on the job's learning rate for each step; None means 1 in all steps.
 
         The factor of step k, from 0, is s * w. The warm-up w is (k + 1) / (W + 1) if k < W =
         `warmup_steps`, else 1. `schedule` decides s. Let f be final_lr / lr, and x = (k - W) /

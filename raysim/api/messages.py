@@ -93,7 +93,6 @@ class Job(NamedTuple):
     state: the number of the job whose final client state this job starts from; -1 means the initial
     state.
     weight: the weight of the update, not normalised.
-    probe: True if the trained model is probed.
     extras: the tensors for this client only, by "method.name".
     pool: the pool from which the client was drawn; -1 means all clients.
     start: the virtual second of the dispatch.

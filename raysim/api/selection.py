@@ -31,7 +31,7 @@ class ClientFacts:
     norm: the Euclidean norm of the last aggregated update. It is known only if the selection rule
     has "norm" in `reports`.
     seconds: the duration of the last job that was not lost, in virtual seconds.
-    last_finish: the virtual second in which this last job finished.
+    last_finish: the virtual second in which the same job finished.
     staleness: the staleness of the last job in an aggregation; failed jobs count, too.
     """
 

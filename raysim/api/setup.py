@@ -63,15 +63,14 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Send:
-    """A tensor that clients receive in addition to the model.
+    """A tensor that clients receive in addition to the model (`Setup.send` and `send_to_client`).
 
-    value: a function that returns the tensor, or None to send nothing now. It is called as
-    value(server), or value(client, server) if `to` is "client". Without a function, the server
-    state `name` is sent.
+    value: called as value(server), or as value(client, server) if `to` is "client". It returns the
+    tensor, or None to send nothing now. Without a function, the server state `name` is sent.
     floats: the size, a number or a function of the layout.
-    to: "all" sends it with each version, and "once" with a client's first job. "client" sends each
-    client a tensor of its own.
-    when: a function of a job; False if traffic and virtual time do not count the tensor.
+    to: "all" sends the tensor with each version, and "once" with a client's first job. "client"
+    sends each client a tensor of its own.
+    when: a function that returns True if traffic and virtual time count the tensor for a job.
     varies: True if `floats` is only the size in version 0.
     """
 
@@ -441,7 +440,8 @@ class Setup:
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
         once: True sends the tensor with a client's first job only; later jobs see it, too. raysim
-        computes it before round 0, and again when it continues a run; the value must be the same.
+        computes it before round 0, and again when it continues a run; the value must then be the
+        same.
         when: a function of a job that returns True if the job's hooks use the tensor. Traffic and
         virtual time count it only for these jobs.
         varies: True allows other sizes than `floats` after version 0. Planning then waits for the

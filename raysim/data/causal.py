@@ -235,9 +235,8 @@ def pack(
 ) -> Raw:
     """Cut documents into rows of tokens; return the rows as samples of a language model.
 
-    The label of a token is the next token; that of a document's last token is the vocabulary's
-    `end`. Labels in a prompt are `IGNORED`. Rows in which all labels are `IGNORED` are left out. A
-    row is for training or for testing, never for both.
+    The docstring of this module explains rows and labels. Rows in which all labels are `IGNORED`
+    are left out. A row never has both training and test documents.
     length: the largest number of tokens in a row.
     is_packed: True joins all documents of a user before it cuts them into rows.
     place: the name of the data in errors.

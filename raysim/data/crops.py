@@ -19,9 +19,8 @@ ASPECT = (3 / 4, 4 / 3)  # the smallest and the largest ratio of width to height
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
-    The rules are those of torchvision's RandomResizedCrop. Of `TRIES` random rectangles for an
-    image, the first one that fits into the image is returned. If none fits, it is the largest
-    rectangle with an allowed ratio of width to height, in the middle of the image.
+    The rules are those of torchvision's RandomResizedCrop, which draws `TRIES` rectangles for an
+    image and takes the first one that fits.
     height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
     uniforms: random numbers in [0, 1), [4, TRIES, B], with four numbers for each rectangle. They

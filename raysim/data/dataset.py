@@ -50,9 +50,9 @@ class Samples:
     domain_names: the names of the domains, by number.
     tokens: None if inputs are not token sequences.
     columns: the columns of inputs, labels and users, for the plan of a run.
-    fields: for several inputs, a description of each, in the order of a row of `inputs`; else ().
-    targets: for several arrays in a label, a description of each, in the order of a row of
-    `labels`; else ().
+    fields: for several inputs, their descriptions, in the order of a row of `inputs`; else ().
+    targets: for labels of several arrays, their descriptions, in the order of a row of `labels`;
+    else ().
     tokenizer: the tokenizer of language data; else "".
     """
 

@@ -40,13 +40,13 @@ class HuggingFace(TableSource):
     root: a folder that `save_to_disk` wrote; None if `name` is set.
     name, config: a data set on the hub and its configuration, for a download.
     label: the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. If the default "label" is missing, a
-    column with another usual name is used, such as "y".
+    label_column: the column of labels if `label` is None. If the default "label" is missing, raysim
+    looks for another usual name, such as "y".
     user: the column of users, which must exist; each user is a domain. None uses `domain_column`.
-    domain_column: the column of users if `user` is None. It must exist, except the default
-    "domain". If "domain" is missing, a column with a usual name is used, such as "client", or none.
-    test_fraction: the share of samples for testing, if there is no split `test`. The same share is
-    taken from each user and each class of the user.
+    domain_column: the column of users if `user` is None, which must exist. Only the default
+    "domain" may be missing; raysim then looks for a usual name, such as "client".
+    test_fraction: without a split `test`, this share of each user's samples is for testing, equally
+    in each class.
     """
 
     root: str | None = None

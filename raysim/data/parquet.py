@@ -68,13 +68,13 @@ class Parquet(TableSource):
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}.
     `data.columns` replaces it.
     label: the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. If the default "label" is missing, a
-    column with another usual name is used, such as "y".
+    label_column: the column of labels if `label` is None. If the default "label" is missing, raysim
+    looks for another usual name, such as "y".
     user: the column of users, which must exist. None uses `domain_column`.
-    domain_column: the column of users if `user` is None. If it is missing, a column with a usual
-    name is used, such as "client", or none.
-    test_fraction: the share of samples for testing, in folders without test files. The same share
-    is taken from each domain and each of its classes. With None, every folder must have test files.
+    domain_column: the column of users if `user` is None. It may be missing; raysim then looks for a
+    usual name, such as "client".
+    test_fraction: in a folder without test files, this share of each domain's samples is for
+    testing, equally in each class. With None, every folder must have test files.
     """
 
     root: str | list[str] | None = None

@@ -78,8 +78,8 @@ class WebDataset(Source):
     label: the ending of the label; None finds a usual one, such as "cls". A label is an integer,
     text, an array, a picture whose pixels are classes, or JSON.
     user: the ending of the user; None finds a usual one, such as "user", if there is one.
-    test_fraction: the share of samples for testing, if there are no test files. The same share is
-    taken from each user and each class of the user.
+    test_fraction: without test files, this share of each user's samples is for testing, equally in
+    each class.
     length: the largest number of tokens of a text or a list; further tokens are left out.
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.

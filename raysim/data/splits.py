@@ -165,8 +165,7 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
     A draw uses the client's class distribution, without the classes that have no remaining sample.
-    If no class of the client remains, the draw uses the remaining samples of all classes instead,
-    each with the same probability.
+    If none of the client's classes remains, each remaining sample has the same probability.
     proportions: the class distribution of each of N clients over C classes, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].

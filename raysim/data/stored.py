@@ -23,8 +23,8 @@ class Stored(Source):
     name: the folder inside `root`; only its letters and digits count, in any case. None if `root`
     is the folder of the data set.
     image_column, label_column, domain_column: columns in Parquet files.
-    test_fraction: the share of samples for testing, if there is no test split. The same share is
-    taken from each domain and each of its classes.
+    test_fraction: without a test split, this share of each domain's samples is for testing, equally
+    in each class.
     """
 
     root: str | None = None

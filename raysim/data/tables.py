@@ -42,8 +42,8 @@ class TextTable(TableSource):
     user: the column of users, which partition=natural makes clients; None finds a usual name, such
     as "user" or "client".
     targets: columns that together are one structured target, in place of a label.
-    test_fraction: the share of samples for testing, if there is no test file. The same share is
-    taken from each user and each class of the user.
+    test_fraction: without a test file, this share of each user's samples is for testing, equally in
+    each class.
     """
 
     root: str | None = None

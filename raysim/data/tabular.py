@@ -85,8 +85,8 @@ class NumPy(Source):
     y.NAME.rows [n] has the number of each sample.
 
     padding: the token number with which the files already fill up short sequences.
-    test_fraction: the share of samples for testing, if there is no test.npz. The same share is
-    taken from each user and each class of the user.
+    test_fraction: without test.npz, this share of each user's samples is for testing, equally in
+    each class.
     """
 
     root: str | None = None
@@ -126,8 +126,8 @@ class Npz(Source):
     and labels y [n] or [n, outputs]. Inputs are uint8 levels, floats, or token numbers (all other
     integers). Each number is a user, which partition=natural makes a client.
     padding: the token number with which the files already fill up short sequences.
-    test_fraction: the share of samples for testing, if there are no test files. The same share is
-    taken from each user and each class of the user.
+    test_fraction: without test files, this share of each user's samples is for testing, equally in
+    each class.
     """
 
     root: str | None = None

@@ -72,8 +72,8 @@ class SweepOptions:
     worse trials by changed copies of better ones (population-based training).
     trials: the number of trials; null means all combinations with search="grid", else 16.
     metric: the history column whose last value ranks the trials. null takes the main metric on
-    validation samples. Without validation samples, null takes it on the central test set, or
-    without one on the clients' test sets.
+    validation samples; if there are none, on the central test set; if there is none, on the
+    clients' test sets.
     mode: "max" if a higher metric is better, else "min"; null decides by the metric.
     seeds: the number of runs of each trial. Trials are compared by the means over their runs.
     concurrent: the number of trials at a time; null means as many as fit.
