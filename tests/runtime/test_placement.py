@@ -512,7 +512,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
     study = run_spec(Scaffold(), model=LARGE, data=data)
     size = on_ray.plan_workers(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
-    longer = with_settings(study, rounds=40, evaluate=Evaluation(every=20))
+    longer = with_settings(study, rounds=20, evaluate=Evaluation(every=10))
     events = on_ray.run(
         longer, Buffered(concurrency=4, size=2), Lognormal(), size, RayOptions(), _silent
     )
@@ -550,7 +550,7 @@ def _where(actor: Any) -> tuple[str, str, int]:
 def test_run_on_two_nodes_has_the_bits_of_one_process(driver: Call, second_cache: Path) -> None:
     study = run_spec(Scaffold(), model=LARGE, data=equal_clients())
     schedule = Buffered(concurrency=4, size=2)
-    here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
+    here = run(study, schedule, Lognormal(), rounds=20, evaluate=Evaluation(every=10))
     bits, rows, seen = driver(_on_both_nodes)
     assert bits == here.bits
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
@@ -645,65 +645,45 @@ def test_cluster_benchmark_counts_calls_and_bytes_between_two_nodes(driver: Call
 
 
 # --- one run, one group ---------------------------------------------------------------------------
-def _queued_then_failed() -> tuple[list[str], str, str, bool]:
-    import ray
+def _run_after_another_run() -> tuple[list[str], list[str], list[str], bool]:
+    """Make a run while two other groups, one after another, hold GPUs that it needs.
 
-    from raysim.runtime import ray as on_ray
-
-    study, size = run_spec(Failing()), Size(1, {"CPU": 1.0})
-    other = ray.util.placement_group([{"CPU": 1.0}, {"CPU": 1.0}], name="other")
-    assert other.wait(600)
-    study = with_settings(study, rounds=2, tolerate=0.0)
-    try:
-        list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(wait=0), _silent))
-    except ValueError as error:
-        refused = str(error)
-    told: list[str] = []
-
-    def say(text: str) -> None:
-        told.append(text)
-        ray.util.remove_placement_group(other)  # the others end while this one waits
-
-    try:
-        list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), say))
-    except TooManyFailuresError as error:
-        failed = str(error)
-    return told, refused, failed, _wait_until_empty(_groups)
-
-
-def test_run_without_free_cpus_waits_or_is_refused_if_runtime_wait_is_0(
-    driver: Call,
-) -> None:
-    told, refused, failed, gone = driver(_queued_then_failed)
-    assert refused.startswith("runtime.wait=0: ") and "1 CPU" in refused and "0 CPU" in refused
-    (line,) = told
-    assert line.startswith("waiting: ") and "runtime.wait=SECONDS" in line
-    assert "4 of 4 clients failed" in failed
-    assert gone
-
-
-def _side_by_side() -> tuple[list[list[str]], str, bool]:
+    Return the errors of `runtime.wait=0` before and during the run, the messages of the run, the
+    ids of its GPUs, and True if none of its actors and groups is left.
+    """
     import ray
 
     from raysim.runtime import ray as on_ray
 
     study, options = run_spec(), RayOptions(workers=1, cpus=0, gpus=1.0)
     size = on_ray.plan_workers(options, study, 4, _silent)
-    asked = (options, options, replace(options, wait=0))
-    runs = [on_ray.run(study, Synchronous(4), Lognormal(), size, each, _silent) for each in asked]
-    assert all(isinstance(next(each), Started) for each in runs[:2])
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    workers = [ray.get_actor(**each) for each in actors if each["name"].endswith("worker-0")]
-    slots = [ray.get(worker.__ray_call__.remote(_slots)) for worker in workers]
-    with pytest.raises(ValueError) as refused:
-        next(runs[2])
-    for each in runs:
-        each.close()  # type: ignore[attr-defined]  # as Ctrl-C does
-    return (
-        slots,
-        str(refused.value),
-        _wait_until_empty(lambda: [*_groups(), *_living_actors("raysim-")]),
-    )
+    arguments = (study, Synchronous(4), Lognormal(), size)
+    refused: list[str] = []
+    told: list[str] = []
+
+    def try_without_waiting() -> None:
+        try:
+            next(on_ray.run(*arguments, replace(options, wait=0), _silent))
+        except ValueError as error:
+            refused.append(str(error))
+
+    other = ray.util.placement_group([{"GPU": 2.0}], name="other")
+    assert other.wait(600)
+    try_without_waiting()
+
+    def say(text: str) -> None:
+        told.append(text)
+        ray.util.remove_placement_group(other)  # the others end while this one waits
+
+    events = on_ray.run(*arguments, options, say)
+    assert isinstance(next(events), Started)
+    (worker,) = [actor for name, actor in _living_actors("raysim-").items() if name == "worker-0"]
+    slots = ray.get(worker.__ray_call__.remote(_slots))
+    with on_ray.reserve(on_ray.run_bundles(size), "other", options, _silent):
+        try_without_waiting()
+    events.close()  # type: ignore[attr-defined]  # as Ctrl-C does
+    gone = _wait_until_empty(lambda: [*_groups(), *_living_actors("raysim-")])
+    return refused, told, slots, gone
 
 
 def _slots(_: Any) -> list[str]:
@@ -712,11 +692,15 @@ def _slots(_: Any) -> list[str]:
     return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def test_two_runs_reserve_two_gpus_and_a_third_run_is_refused(driver: Call) -> None:
-    slots, refused, gone = driver(_side_by_side)
-    assert sorted(slots) == [["0"], ["1"]]
-    assert refused.startswith("runtime.wait=0: ") and "0 GPU" in refused
-    assert "runtime.workers" not in refused, "a run needs at least one worker"
+def test_run_reserves_its_gpu_and_waits_or_is_refused_if_no_gpu_is_free(driver: Call) -> None:
+    refused, told, slots, gone = driver(_run_after_another_run)
+    assert len(refused) == 2, "while others hold both GPUs, and while this run holds one of them"
+    for error in refused:
+        assert error.startswith("runtime.wait=0: ") and "1 GPU" in error and "0 GPU" in error
+        assert "runtime.workers" not in error, "a run needs at least one worker"
+    (line,) = told
+    assert line.startswith("waiting: ") and "runtime.wait=SECONDS" in line
+    assert slots in (["0"], ["1"])
     assert gone
 
 
@@ -821,7 +805,7 @@ def _monstrous_job(_: Any) -> MemoryNeed:
 
 def test_cpu_worker_reserves_the_memory_that_was_measured_before_the_run(driver: Call) -> None:
     asked = RayOptions(preflight=True)
-    assert driver(_fits, asked, _small_job, 2, "cpu", remotely=True)[0] == Size(
+    assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(
         2, {"CPU": 1.0, "memory": GIB * 13 // 10}
     )
     refused, _ = driver(_fits, asked, _monstrous_job, 2, "cpu")
@@ -832,43 +816,36 @@ def test_cpu_worker_reserves_the_memory_that_was_measured_before_the_run(driver:
 WHOLE = Mlp((20,))
 
 
-def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Make four runs that may reuse actors; return their sha256 pairs and the living actors.
+def _three_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]], bool]:
+    """Make three runs that may reuse actors. The last run asks for other resources, and fails.
 
-    Two runs have two workers, then two have one worker. The last run fails, so it has no pair
-    (model, state).
-
-    For the state after each run, a dictionary maps the names of the living actors to their ids. The
-    fifth dictionary is empty if no actor and no placement group is left after `keep_processes`.
+    Return the sha256 pairs (model, state) of the first two runs, and four dictionaries from names
+    of actors to their ids: the actors that live during each run, and those after the last run. The
+    last value is True if no actor and no placement group is left after `keep_processes`.
     """
     from raysim.runtime import ray as on_ray
 
     bits, living = [], []
 
-    def after(study: RunSpec, workers: int) -> None:
-        events = on_ray.run(
-            study, Synchronous(4), Ideal(), Size(workers, {"CPU": 0.5}), RayOptions(), _silent
-        )
-        try:
-            *_, last = events
-            bits.append((last.model_sha256, last.state_sha256))
-        finally:
-            living.append(
-                {name: actor._actor_id.hex() for name, actor in _living_actors("together-").items()}
-            )
+    def list_actors() -> None:
+        actors = _living_actors("together-")
+        living.append({name: actor._actor_id.hex() for name, actor in actors.items()})
+
+    def make_run(study: RunSpec, cpus: float) -> None:
+        size = Size(1, {"CPU": cpus})
+        for event in on_ray.run(study, Synchronous(4), Ideal(), size, RayOptions(), _silent):
+            if isinstance(event, Started):
+                list_actors()
+        assert isinstance(event, Finished)
+        bits.append((event.model_sha256, event.state_sha256))
 
     with on_ray.keep_processes("together"):
-        after(run_spec(Scaffold(), model=WHOLE), 2)
-        after(run_spec(model=NORMED), 2)
-        after(run_spec(model=NORMED), 1)
+        make_run(run_spec(Scaffold(), model=WHOLE), 0.5)
+        make_run(run_spec(model=NORMED), 0.5)
         with suppress(TooManyFailuresError):
-            after(with_settings(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
-    living.append(
-        {}
-        if _wait_until_empty(lambda: [*_groups(), *_living_actors("together-")])
-        else {"somebody": "lives"}
-    )
-    return bits, living
+            make_run(with_settings(run_spec(Failing(), model=NORMED), tolerate=0.0), 0.25)
+        list_actors()
+    return bits, living, _wait_until_empty(lambda: [*_groups(), *_living_actors("together-")])
 
 
 def test_worker_processes_are_reused_by_equal_runs_until_a_failure(
@@ -876,51 +853,11 @@ def test_worker_processes_are_reused_by_equal_runs_until_a_failure(
 ) -> None:
     scaffold = run(run_spec(Scaffold(), model=WHOLE), Synchronous(4), Ideal(), rounds=3).bits
     plain = run(run_spec(model=NORMED), Synchronous(4), Ideal(), rounds=3).bits
-    bits, (first, second, fewer, failed, end) = driver(_four_runs)
-    assert bits == [scaffold, plain, plain], "nothing of an earlier run is left"
-    assert sorted(first) == ["coordinator", "worker-0", "worker-1"] and second == first
-    assert sorted(fewer) == ["coordinator", "worker-0"] and not set(fewer.values()) & set(
-        first.values()
-    )
-    assert not failed and not end
-
-
-# --- inside a search ------------------------------------------------------------------------------
-def _run_as_trial() -> tuple[tuple[str, str], list[str], Size]:
-    """Make a run in this process's placement group, as in a trial of Ray Tune.
-
-    Return the sha256 pair (model, state), the names of all placement groups, and raysim's plan of
-    the workers.
-    """
-    from raysim.runtime import ray as on_ray
-
-    study = run_spec(model=NORMED)
-    size = on_ray.plan_workers(RayOptions(), study, 4, _silent)
-    *_, last = on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), _silent)
-    return (last.model_sha256, last.state_sha256), _groups(), size
-
-
-def _search() -> Any:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    group = ray.util.placement_group([{"CPU": 0.5}, {"CPU": 0.5}], name="trial")
-    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-    found = ray.get(
-        ray.remote(_run_as_trial).options(num_cpus=0.5, scheduling_strategy=strategy).remote()
-    )
-    kept = _groups()
-    ray.util.remove_placement_group(group)
-    return *found, kept
-
-
-def test_sweep_trial_uses_its_placement_group_and_does_not_remove_the_group(
-    driver: Call,
-) -> None:
-    bits, groups, size, kept = driver(_search)
-    assert bits == run(run_spec(model=NORMED), Synchronous(4), rounds=3).bits
-    assert groups == kept == ["trial"]
-    assert size == Size(1, {"CPU": 0.5})
+    bits, (first, second, other, after_failure), gone = driver(_three_runs)
+    assert bits == [scaffold, plain], "nothing of the earlier run is left"
+    assert sorted(first) == ["coordinator", "worker-0"] and second == first
+    assert sorted(other) == sorted(first) and not set(other.values()) & set(first.values())
+    assert not after_failure and gone
 
 
 def test_coordinator_writes_no_files_before_the_driver_asks_for_the_first_round(
