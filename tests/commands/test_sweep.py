@@ -447,8 +447,7 @@ class TestReport:
 
 # --- searches on Ray Tune -----------------------------------------------------------------------
 GRID = (
-    "method=[],[fedprox]",
-    "method.fedprox.mu=5",
+    "method=[],[fedavgm]",
     "local.lr=0.1,1e30",
     "sweep.search=grid",
     "sweep.concurrent=1",
@@ -476,8 +475,8 @@ class TestGrid:
         assert [(row["method"], row["local.lr"]) for row in rows] == [
             ("fedavg", 0.1),
             ("fedavg", 1e30),
-            ("fedprox", 0.1),
-            ("fedprox", 1e30),
+            ("fedavgm", 0.1),
+            ("fedavgm", 1e30),
         ]
         assert len(re.findall(r"^trial \d", printed, re.MULTILINE)) == 4
         tables = {"trials.csv", "best.yaml", "summary.json", "report.html", "sweep.yaml"}
@@ -528,7 +527,7 @@ class TestGrid:
         children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent_id]
         assert len(children) == 4
         tags = {(run.data.tags["method"], run.data.tags["data"]) for run in children}
-        assert tags == {("fedavg", "synthetic"), ("fedprox", "synthetic")}
+        assert tags == {("fedavg", "synthetic"), ("fedavgm", "synthetic")}
         files = {item.path for item in client.list_artifacts(parent_id)}
         assert {"report.html", "trials.csv", "best.yaml", "summary.json"} <= files
         finished = [run for run in children if run.info.status == "FINISHED"]
@@ -541,10 +540,14 @@ class TestGrid:
 
 
 class TestSearch:
-    def test_sweep_scores_a_trial_by_its_mean_over_seeds_and_can_add_trials(
+    def test_optuna_sweep_scores_trials_by_mean_over_seeds_and_can_add_trials(
         self, ray_session: None
     ) -> None:
+        pytest.importorskip("optuna")
         overrides = [
+            "sweep.search=optuna",
+            "method=[],[fedprox]",
+            "local.epochs=int(interval(1,3))",
             "local.lr=tag(log,interval(0.01,0.5))",
             "sweep.trials=1",
             "sweep.seeds=2",
@@ -562,6 +565,10 @@ class TestSearch:
         rows = trials(folder)
         assert rows[0] == first
         assert len(rows) == 2 and rows[1]["status"] == "done"
+        for row in rows:
+            assert row["local.epochs"] in (1, 2, 3)
+            assert 0.01 <= row["local.lr"] <= 0.5
+            assert row["method"] in ("fedavg", "fedprox")
 
     def test_sweep_in_python_returns_scores_and_histories(self, ray_session: None) -> None:
         overrides = [*STUDY, LRS, "partition.validation_fraction=0.2", "rounds=2", "out=s"]
@@ -694,43 +701,6 @@ ASHA = (
     "sweep.concurrent=1",
     "rounds=4",
 )
-SEARCHES = {
-    "grid": ("local.lr=0.3,0.000001", "sweep.search=grid"),
-    "optuna": (
-        "method=[],[fedprox]",
-        "local.epochs=int(interval(1,3))",
-        "local.lr=tag(log,interval(0.01,0.5))",
-        "sweep.search=optuna",
-        "sweep.trials=2",
-    ),
-}
-
-
-def kill_and_continue(search: str) -> list[dict[str, Any]]:
-    """Kill a sweep's process after the first of two trials, and continue the sweep to its end.
-
-    Check that the trial that had ended is not repeated. Return the rows of both trials.
-    search: a key of `SEARCHES`.
-    """
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    cluster = ("runtime=cluster", f"runtime.address={address}")
-    overrides = ["sweep", *STUDY, *ASHA, *SEARCHES[search], *cluster, "out=s"]
-    command = [sys.executable, "-c", KILL_AT_FIRST_END, *overrides]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    before = {path: path.read_bytes() for path in Path("s/trials").glob("*/trial.json")}
-    statuses = {path: json.loads(content)["status"] for path, content in before.items()}
-    (complete,) = [path for path, status in statuses.items() if status in ("done", "stopped")]
-    assert cli.call(["sweep", "out=s", "resume=latest"]) == 0
-    assert complete.read_bytes() == before[complete], "a trial that has ended does not change"
-    for path, content in before.items():
-        assert json.loads(path.read_text())["point"] == json.loads(content)["point"]
-    rows = trials(Path("s"))
-    assert len(rows) == 2
-    assert all(row["status"] in ("done", "stopped") for row in rows)
-    return rows
 
 
 class TestContinue:
@@ -774,16 +744,24 @@ class TestContinue:
     def test_asha_sweep_stops_worse_trials_and_continues_after_a_kill(
         self, ray_session: None
     ) -> None:
-        rows = kill_and_continue("grid")
-        assert [row["rounds"] == 4 for row in rows] == [True, False]
-        assert [row["status"] for row in rows] == ["done", "stopped"], "worse than the earlier one"
+        import ray
 
-    def test_optuna_sweep_continues_after_it_was_killed(self, ray_session: None) -> None:
-        pytest.importorskip("optuna")
-        for row in kill_and_continue("optuna"):
-            assert row["local.epochs"] in (1, 2, 3)
-            assert 0.01 <= row["local.lr"] <= 0.5
-            assert row["method"] in ("fedavg", "fedprox")
+        address = ray.get_runtime_context().gcs_address
+        overrides = ("local.lr=0.3,0.000001", "sweep.search=grid", "out=s")
+        cluster = ("runtime=cluster", f"runtime.address={address}")
+        command = [sys.executable, "-c", KILL_AT_FIRST_END, "sweep", *STUDY, *ASHA, *cluster]
+        ended = subprocess.run([*command, *overrides], stdout=subprocess.DEVNULL, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        before = {path: path.read_bytes() for path in Path("s/trials").glob("*/trial.json")}
+        statuses = {path: json.loads(content)["status"] for path, content in before.items()}
+        (complete,) = [path for path, status in statuses.items() if status in ("done", "stopped")]
+        assert cli.call(["sweep", "out=s", "resume=latest"]) == 0
+        assert complete.read_bytes() == before[complete], "a trial that has ended does not change"
+        for path, content in before.items():
+            assert json.loads(path.read_text())["point"] == json.loads(content)["point"]
+        rows = trials(Path("s"))
+        assert [row["status"] for row in rows] == ["done", "stopped"], "worse than the earlier one"
+        assert rows[0]["rounds"] == 4 and rows[1]["rounds"] < 4
 
 
 def test_overrides_replace_values_of_a_stored_configuration() -> None:

@@ -22,7 +22,9 @@ from raysim.training.identity import Participants
 OTHER_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 WORDS = [
     "data=synthetic",
-    "rounds=2",
+    "data.samples=60",
+    "data.test_samples=10",
+    "rounds=1",
     "tracking=none",
     "schedule.cohort=4",
     "partition.clients=6",
@@ -91,9 +93,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     node uses other CPU kernels, and another copy of raysim.
     """
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
-    shutil.copytree(
-        Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(Path(raysim.__file__).parent, own / "raysim")
     with (own / "raysim/methods/fedprox.py").open("a") as file:
         file.write("# another copy\n")
     yield from _driver({**OTHER_KERNELS, "PYTHONPATH": f"{own}{os.pathsep}{FOLDERS}"}, str(empty))
