@@ -38,9 +38,8 @@ def look(row):
             if state == "0A" and inode in inodes:
                 print("listens", local.split(":")[0], flush=True)
 
-words = ["runtime=local", "runtime.workers=1", "tracking=none", "rounds=1", "model=mlp"]
-words += ["data=synthetic", "data.samples=60", "data.test_samples=10"]
-run([*words, "partition.clients=3", "schedule.cohort=2", "out=a"], on_round=look)
+words = ["runtime=local", "runtime.workers=1", "tracking=none", "data=synthetic", "rounds=1"]
+run([*words, "out=a"], on_round=look)
 """
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel writes it
 
