@@ -27,10 +27,9 @@ class ClientState(Generic[T]):
 
     personal: [layout.personal], the floats that stay on the client: parameters, then buffers such
     as running means.
-    counters: int64, one vector of all integer buffers that stay on the client, such as counts of
-    batches.
-    methods: the methods' client state by "method.name", such as "scaffold.control". The state of a
-    kept optimizer is here, too, under names that begin with "local.kept.".
+    counters: int64, all integer buffers that stay on the client, such as counts of batches.
+    methods: the methods' client state by "method.name". The state of an optimizer that is kept
+    between jobs is here, too, under names that begin with "local.kept.".
     """
 
     personal: T

@@ -11,7 +11,7 @@ turn a vector x into C(x):
     ef21       v - m     m + C(v - m)        m + C(v - m)
     ef14       v + m     C(v + m)            v + m - C(v + m)
 
-Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021). In both directions, it is
+Sources: ef21 is Algorithm 2 of EF21 (Richtarik et al., NeurIPS 2021). ef21 in both directions is
 EF21-BC (Fatkhullin et al., 2021). ef14 is the error feedback of Seide et al. (Interspeech 2014), as
 analysed by Karimireddy et al. (ICML 2019).
 

@@ -139,7 +139,7 @@ class Stage:
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
     rate: the factor on the learning rate.
     modes: True for train mode or False for eval mode, by the name of a network or module. The modes
-    are set in this order.
+    are set in the order of the mapping.
     """
 
     name: str = "task"

@@ -256,8 +256,9 @@ class Local:
     lr: the learning rate.
     momentum, nesterov: only for "sgd".
     clip: the largest norm of a gradient; 0 for no limit.
-    lr_decay: the factor on the learning rate for each version.
+    lr_decay: each new version multiplies the learning rate by this factor.
     schedule: a further change of the learning rate; `Local.rate` has the formulas.
+    schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
     schedule_rounds: with schedule_over="rounds", the version at which "cosine" and "linear" end.
     Not used otherwise.
     final_lr: the learning rate at the end of "cosine" and "linear".
@@ -265,7 +266,6 @@ class Local:
     otherwise.
     drop_factor: for "step", the factor on the learning rate at each drop.
     warmup_rounds: the number of versions at the start in which the learning rate grows.
-    schedule_over: the schedule's unit of time: versions ("rounds"), or the steps of each job.
     warmup_steps: the number of steps at the start of each job in which the learning rate grows.
     rates: factors on the learning rate, by "head", "body", "adapters", or the full name of a module
     or parameter.

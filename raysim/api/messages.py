@@ -54,8 +54,8 @@ class PublishedVersion:
     """A version as workers receive it: the shared vector, and the tensors that methods send.
 
     version: the number of aggregations before it.
-    vector: [layout.shared], the shared parameters, then the shared float buffers.
-    counters: int64 [layout.shared_counters], the shared integer buffers.
+    vector: [layout.shared], the parameters, then the float buffers.
+    counters: int64 [layout.shared_counters], the integer buffers.
     extras: the methods' tensors for all clients, by "method.name".
     mark: "" if clients train from this version. A version that is only scored has "scored", or
     "scored 2" for replica 2.
@@ -181,7 +181,7 @@ class Update(NamedTuple):
     unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
     loss_rows: the number of samples in all steps with the task loss.
-    norm: the Euclidean norm of the update's parameters before compression, without buffers.
+    norm: the Euclidean norm of the update before compression, without buffers.
     delta: [layout.shared], the trained minus the received parameters and buffers. With compression
     it is what the server decodes. None if a worker has added it to a sum of several updates.
     """

@@ -32,7 +32,7 @@ class Method:
 
     name: begins the names of the method's state, messages and reports.
     paper: the source, or "".
-    weighting: the default weights of updates: "samples" (the client's training samples) or
+    weighting: the default weights of updates: "samples" for the numbers of training samples, or
     "uniform".
     pools: True if one model is trained on the data of all clients together.
 
@@ -135,8 +135,8 @@ class Method:
 
         params: the parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.
-        gradient_at: a function from a shift [m] to the gradient [m] at params + shift. It uses the
-        same batch and the same random numbers. For example, sharpness-aware minimisation is
+        gradient_at: a function from a shift [m] to the gradient [m] at params + shift, on the same
+        batch and with the same random numbers. For example, sharpness-aware minimisation is
 
             return gradient_at(rho * grad / grad.norm())
         """

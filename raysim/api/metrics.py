@@ -87,7 +87,8 @@ class Metric:
     higher: True if a higher score is better; None takes the function's `higher_is_better`, or True.
     per: "sample" if the function returns a score for each sample; the metric is the mean of these
     scores. "set" if the function returns one number, for the central test set, a client or a
-    domain. None finds out by a call with random data, and means "sample" for structured labels.
+    domain. With None, raysim finds out by a call with random data. For structured labels, None
+    means "sample".
     """
 
     function: MetricFunction

@@ -37,8 +37,8 @@ class MetricRule:
 
     rows: returns a value or an array for each sample, [B, ...], from outputs [B, C] and labels.
     None if the score needs the whole set at once.
-    summarise: returns the score of a set from an array with an entry for each sample. An entry is
-    the value from `rows`, or the sample's outputs and labels if `rows` is None.
+    summarise: returns the score of a set from an array with an entry for each sample: the value
+    from `rows`, or without `rows` its outputs and labels.
     higher: True if a higher score is better.
     """
 

@@ -26,7 +26,7 @@ class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
     updates: the updates, in the planner's order.
-    deltas: `Update.delta` of each update, [layout.shared], on the CPU. It is empty unless a method
+    deltas: `Update.delta` of each update, [layout.shared], on the CPU; empty unless a method
     overrides `weigh` or `combine`, or calls `Setup.read_updates` or `Setup.change_updates`.
     weights: one for each update, not normalised.
     bases: the base versions, by `update.version`.

@@ -210,7 +210,7 @@ class Setup:
     It also has facts about the run:
 
     - networks: the model, and the networks that methods before this one added.
-    - methods: all methods of the list, with the hooks that each overrides.
+    - methods: the names of the run's methods, with the hooks that each overrides.
     - rounds: the number of aggregations.
     - weighting: the setting `weighting`; None lets methods decide.
     - max_updates: the largest number of updates in one aggregation, without late updates.

@@ -15,7 +15,8 @@ smaller, are sent unchanged.
 
 Departures from the paper
 - Each client sends its own P and Q. In the paper the workers average P, and then Q.
-- There is no error feedback by default. For the paper's, set compression.feedback=ef14.
+- By default there is no error feedback. For the paper's error feedback, set
+  compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition, in place of Gram-Schmidt.
 """
 

@@ -1,11 +1,11 @@
 """Send numbers with fewer bits: as float16, or as int8 or fp8 with a scale for each block.
 
-A block is a range of consecutive entries, and a the largest absolute value in the block of entry
+A block is a range of consecutive entries. Let m be the largest absolute value in the block of entry
 v_i. Let e4m3(x) be the number of the 8-bit format E4M3 that is nearest to x. Then v_i is decoded as
 
     float16  the nearest number of 16 bits; beyond -65504 and 65504, the nearer of these two
-    int8     s * round(v_i / s), with s = a / 127
-    fp8      s * e4m3(v_i / s), with s = a / 448
+    int8     s * round(v_i / s), with s = m / 127
+    fp8      s * e4m3(v_i / s), with s = m / 448
 
 Sources: for fp8, Micikevicius et al., "FP8 Formats for Deep Learning" (2022). For blocks, Dettmers,
 Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). The

@@ -240,7 +240,7 @@ def pack(
     length: the largest number of tokens in a row.
     is_packed: True joins all documents of a user before it cuts them into rows.
     place: the name of the data in errors.
-    origin: the columns that were read, for the plan of a run.
+    origin: the columns that were read.
     Raise ValueError if no document is for training.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}

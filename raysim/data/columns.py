@@ -97,7 +97,8 @@ def find_inputs(
     """Return the names of the input columns, and the names of the columns that are left out.
 
     columns: `data.columns`, the input columns; nothing is then left out. None takes the columns
-    that are not in `known`, but leaves out names of row numbers or users, such as "id" or "client".
+    that are not in `known`, and leaves out those whose names suggest row numbers or users, such as
+    "id" or "client".
     known: the columns of labels, users and domains.
     place: the table's name in errors.
     are_separate: True if each column is a separate input.

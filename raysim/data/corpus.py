@@ -33,7 +33,7 @@ class _NamedText(NamedTuple):
 class _Corpus(Source):
     """The settings of sources that read text; each sample is a sequence of tokens.
 
-    length: the largest number of tokens in a sample. Longer documents are cut into several samples.
+    length: the largest number of tokens in a sample; longer documents fill several samples.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
     packing: True joins all documents of a user before it cuts them into samples. False begins a new
     sample with each document.

@@ -328,7 +328,7 @@ def pool_clients(data: FederatedData) -> FederatedData:
 
 
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
-    """Choose the unseen clients at random, which are scored, but never trained.
+    """Make a random share of the clients unseen: they are scored, but never trained.
 
     An unseen client has no validation rows. It keeps its training rows, to which a method may adapt
     the model before the score.

@@ -402,9 +402,9 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Return the domain of each row as text, and the sorted names of all domains or None.
 
-    A domain is "FOLDER/USER", or "FOLDER" in a file without users. If all users are integers, the
-    names are sorted by folder and then by the user's number. If a user is text, or a file has no
-    users, the second result is None.
+    A domain is "FOLDER/USER", or "FOLDER" in a file without users. The names are sorted by folder,
+    and in a folder by the user's number. They are None unless all files have users that are
+    integers.
     parts: for each file, the user of each row. In a file without users, it is the folder's name.
     user: the column of users.
     """

@@ -224,7 +224,7 @@ class Dirichlet(Partitioner):
     grouping: the number of clients in a group. Each group gets random samples, and divides them
     between its clients. None makes no groups.
     per: "class" draws the clients' shares of each class. "client" draws each client's class
-    probabilities, and scales them to a sum of 1 over the clients.
+    probabilities, and scales them to a sum of 1 over the clients for each class.
     """
 
     by_class: ClassVar[bool] = True

@@ -54,7 +54,7 @@ def number_labels(
     names: the class names. None takes the texts in alphabetical order. With None, integers must be
     below `samples`.
     place: the name of the source in errors.
-    samples: the number of samples; None takes the length of `values`.
+    samples: None takes the length of `values`.
     Raise ValueError for labels that are neither integers nor text, or not one of the classes.
     """
     samples = len(values) if samples is None else samples

@@ -370,8 +370,8 @@ class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
     A pixel is 128 + 32 (p + s + e), limited to 0 to 255. For each pixel, p is drawn once for a
-    class, s once for a domain, and e for each image. They are normal with the mean 0; p has the
-    standard deviation 1.
+    class, s once for a domain, and e for each image. All three are normal with the mean 0; p has
+    the standard deviation 1.
     shape: the shape of an image, [channels, height, width].
     samples, test_samples: the numbers of training samples and of central test samples.
     noise: the standard deviation of e.

@@ -20,8 +20,8 @@ class Stored(Source):
     """A source that reads a folder with strips, Parquet files or folders of pictures.
 
     root: the folder of the data set, or a folder that contains it.
-    name: the folder inside `root`; only its letters and digits count, in any case. None if `root`
-    is the folder of the data set.
+    name: the folder inside `root`; case, blanks, hyphens and underscores do not matter. None if
+    `root` is the folder of the data set.
     image_column, label_column, domain_column: columns in Parquet files.
     test_fraction: without a test split, this share of each domain's samples is for testing, equally
     in each class.

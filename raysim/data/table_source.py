@@ -23,7 +23,7 @@ class TableSource(Source):
     padding: the token number that fills up short lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    With data.kind=causal, each row is a document for a language model, and fills one or more
+    With data.kind=causal, each row is a document for a language model, which may fill several
     samples of `length` tokens. `tokenizer` may then also be "bytes" or "characters". Without a
     tokenizer, `padding` also ends documents of token numbers. Two settings are only for documents:
 

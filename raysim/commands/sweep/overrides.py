@@ -43,8 +43,8 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
     - Options: "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option.
     - A key to search has a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
       "local.lr='tag(log, interval(1e-3, 1))'".
-    - A fixed value, such as "rounds=20", replaces the values to search for its key in the chosen
-      file.
+    - A fixed value is a single value, such as "rounds=20". If the chosen file searches this key,
+      the fixed value is used instead.
 
     folders: the user's own folders of options.
 
