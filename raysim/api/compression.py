@@ -123,13 +123,13 @@ class Compressor(Method):
     ) -> Exchange:
         """Encode a vector with error feedback, decode the message, and update the memory.
 
-        The docstring of `raysim.api.compression` has the formulas. With "ef14" and "ef21", C
-        includes the factor `contraction`.
+        The docstring of `raysim.api.compression` has the formulas; C includes the factor
+        `contraction`.
         values: the vector to send, [layout.trained]. It may be overwritten.
         memory: the sender's memory, [layout.trained]; empty means 0. Do not change it.
-        key: a random number below 2^63 for `encode`, a new one for each message.
-        kept: the result of `keep` for the sender's previous message, on the CPU. For the first
-        message, it is the result of `initial`.
+        key: a random number below 2^63, a new one for each message.
+        kept: on the CPU, the result of `keep` for the sender's previous message, or of `initial`
+        for the first message.
         """
         # A subclass may override this function with a faster one that has the same results. Its own
         # subclasses that override `encode` must then override this function as well.

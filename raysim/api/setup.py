@@ -500,10 +500,10 @@ class Setup:
         `aggregation.uploads(name)`.
         floats: the size, a number or a function of the layout; by default that of the shared
         parameters.
-        planned: None if the size is always `floats`. Otherwise a function that estimates the size
-        for virtual time, before a job is trained. Its argument is the number of floats that this
-        method sends to the client with `varies=True`. In version 0 the size is `floats`. Traffic
-        counts the real size.
+        planned: None if the size is always `floats`. Otherwise `floats` is the size in version 0,
+        and this function estimates all later sizes for virtual time. Its argument is the number of
+        floats that this method sends to the client with `varies=True`. Traffic counts the real
+        size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:

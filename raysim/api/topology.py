@@ -320,8 +320,8 @@ def mixing_matrix(weights: Weights, key: str) -> Mixing:
     [replicas, replicas], or a dictionary for each row. A dictionary maps replicas to weights;
     missing replicas have the weight 0.
     key: the name of the setting, for errors.
-    Raises ValueError if a weight is negative, not finite, or belongs to a replica that does not
-    exist. Also raises ValueError if the weights of a row do not sum to 1.
+    Raises ValueError for a weight that is negative, not finite, or of a replica that does not
+    exist. Also raises ValueError if a row does not sum to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):

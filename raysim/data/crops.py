@@ -23,8 +23,8 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     image and takes the first one that fits.
     height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
-    uniforms: random numbers in [0, 1), [4, TRIES, B], with four numbers for each rectangle. They
-    decide its share of the image, its ratio of width to height, its top and its left.
+    uniforms: random numbers in [0, 1), [4, TRIES, B]. A rectangle's four numbers decide its share
+    of the image, its ratio of width to height, its top and its left.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)

@@ -169,7 +169,7 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     proportions: the class distribution of each of N clients over C classes, [N, C].
     turns: the client of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, [T].
-    pools: the remaining samples of each class, [C], which the draws decrease in place.
+    pools: the number of remaining samples of each class, [C]; decreased in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)

@@ -294,10 +294,9 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     without lanes and graphs. If training steps draw random numbers, it is on the measured device
     instead. Modes with graphs are then left out.
 
-    "distance" in a row is the largest difference between the results of the two runs. It is divided
-    by the largest change of a parameter in the reference run in float64. "allowed" is the largest
-    distance that is accepted.
-
+    "distance" is the largest difference between the two results. It is divided by the largest
+    change of a parameter in the reference run in float64. "allowed" is the largest distance that is
+    accepted.
     make: the class of the method; None stands for FedAvg.
     """
     is_drawing = _draws_in_steps(make)
