@@ -37,12 +37,12 @@ class Leaf(Source):
     """A source that reads LEAF's root/train/*.json and root/test/*.json (Caldas et al. 2018).
 
     Every user is a domain. An input is a text, a list of numbers, the name of a picture file
-    (CelebA), or a list of fields with a text (Sent140). Each character of a text is a token. If all
-    labels are single characters (Shakespeare), there are 80 classes, as in LEAF.
-    With data.kind=causal, the texts are documents for a language model. Shakespeare's texts
-    overlap, and are first joined (`join_windows`).
-    length: the largest number of characters of an input. Of a longer text, only the last characters
-    are used. With data.kind=causal, a longer document is cut into several samples instead.
+    (CelebA), or a list of fields with a text (Sent140). Each character is a token. If all labels
+    are single characters (Shakespeare), there are 80 classes.
+    With data.kind=causal, the texts are documents for a language model. Shakespeare's overlapping
+    texts are first joined (`join_windows`).
+    length: the largest number of characters of an input. Longer texts lose their start; with
+    data.kind=causal, they are cut into several samples.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None for flat
     arrays.
     images: the folder of the pictures, if any.
@@ -314,8 +314,7 @@ class Markov(Source):
     chains: with label="chain", the number of Markov chains.
     skew: how much users differ, from 0 (equal) to 1. With label="next", user u has the transition
     probabilities (1 - skew) P + skew Q_u; all users share P. With label="chain", a share `skew` of
-    a user's sequences comes from the user's favourite chain. Every other sequence comes from a
-    random chain.
+    a user's sequences comes from the user's favourite chain, and the rest from random chains.
     seed: the seed of the data, which the run's seed does not change.
     """
 

@@ -24,13 +24,12 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 def plain_array(column: Any, place: str) -> NDArray[Any]:
     """Return a column as an array of booleans, integers, floats or text.
 
-    An array of another NumPy type, such as dates, is returned unchanged; the caller must refuse it.
-    column: an array, a tensor, a list, a column of a table, or a whole table. A table becomes
-    [rows, columns].
+    Arrays of other NumPy types, such as dates, are returned unchanged; the caller must refuse them.
+    column: an array, a tensor, a list, a column of a table, or a table, which becomes [rows,
+    columns].
     place: the column's name in errors.
-    Raise ValueError for missing values, rows of different shapes and mixed types. nan counts as
-    missing in columns of pandas and among Python objects. It is allowed in arrays, tensors and
-    lists of floats.
+    Raise ValueError for missing values, rows of different shapes and mixed types. nan is a missing
+    value in columns of pandas and among Python objects; elsewhere it is allowed.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)

@@ -74,9 +74,9 @@ def compose(
 
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
-    stored: the configuration file of an earlier run or sweep, with the values of all keys without
-    an override. None uses the file of the run that the key `resume` names. It uses no file without
-    `resume`, or if an override chooses a preset (`experiment`).
+    stored: the configuration file of an earlier run or sweep, which gives the values of keys
+    without an override. None uses the file of the run that the key `resume` names, but no file if
+    an override chooses a preset (`experiment`).
     settings: more overrides, as {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
     Raise `RefusedError` for keys, options and files that do not exist.
     """

@@ -102,9 +102,9 @@ def run(
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option or, except for `data`, a dictionary of values by key.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or arrays
-    or tensors (inputs, labels) or (inputs, labels, users). For a central test set, give {"train":
-    ..., "test": ...}, both in the same form. Except for tables, a pair (training samples, central
-    test samples) is enough.
+    or tensors (inputs, labels) or (inputs, labels, users). For a central test set, give a
+    dictionary with "train" and "test", both in the same form. Except for tables, a pair (training
+    samples, central test samples) is enough.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first metric
@@ -112,17 +112,17 @@ def run(
     `evaluate.metric` names another metric.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To
-    continue or repeat the run, pass every other object again.
+    continue or repeat the run, pass all other objects again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
-    It is not stored.
-    observers: your own objects, which are called at the events of a run. They are not stored. The
-    observers that write the run's files, and those of the configuration, are called first.
+    observers: your own objects, which are called at the events of a run, after the configuration's
+    observers and those that write the run's files.
     quiet: True prints only warnings, to standard error. A `console` that you pass still gets the
     plan of the run, the warnings and the last lines, unless the console itself is quiet.
     allow: packages besides raysim whose classes and options the configuration may use.
 
-    If the run had finished before this call, `on_round` and `observers` are not called.
+    `on_round` and `observers` are not stored. They are not called if the run had finished before
+    this call.
 
     Raise `RefusedError` if the run cannot start; no result is written then.
     Raise `TooManyFailuresError` if too many jobs of an aggregation fail; a checkpoint is written

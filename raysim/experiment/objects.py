@@ -102,12 +102,11 @@ def separate_objects(
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
     Return two dictionaries: objects by group or by "method.NAME", and values by group. A value is
-    the name of an option or a dictionary of settings; the value of "method" is a list of names.
-    parts: the arguments by group, each of which may be None. A dictionary for "data" counts as an
-    object, and so does a dictionary of lists of rows for "partition".
+    an option's name or a dictionary of settings; for "method", it is a list of names.
+    parts: the arguments by group, each of which may be None. A dictionary counts as an object for
+    "data" and, if it has lists of rows, for "partition".
     methods: a list of method objects and names, or None.
-    Raise `RefusedError` if `methods` is not such a list, or if two method objects have the same
-    name.
+    Raise `RefusedError` if `methods` is not such a list, or has two objects of the same name.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -176,11 +175,11 @@ def describe_objects(
     """Return the user's objects, and the entries of the configuration that describe them.
 
     Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Overrides can
-    change the settings of these wrappers, but not of other objects.
+    change only the settings of these wrappers.
     objects: the user's objects, by group or by "method.NAME".
     settings: the overrides of the wrappers' settings, by the keys of `objects`.
-    config: the configuration. For a resumed run, it has the stored settings of the wrappers.
-    Raise `RefusedError` for an object of a wrong type, and for an override that has no effect.
+    config: the configuration; for a resumed run, with the stored settings of the wrappers.
+    Raise `RefusedError` for an object of a wrong type, and for an override without effect.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():

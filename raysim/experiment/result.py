@@ -155,9 +155,9 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its `state_dict` has the keys of the user's model.
-        best: True loads the weights of the best round: the one with the best validation score or,
-        without validation samples, the lowest training loss. `summary["best_model"]["round"]` is
-        its number.
+        best: True loads the weights of the round with the best validation score or, without
+        validation samples, with the lowest training loss. The number of this round is
+        `summary["best_model"]["round"]`.
         Raise `RefusedError` if the run has not finished, if clients have personal parameters, or if
         a learner's parameters are bytes. With `best`, also raise it if no round has a finite score.
         """
@@ -180,12 +180,11 @@ class Result:
         """Return each prompt, followed by the text that the language model writes after it.
 
         Without prompts, the model writes one document. The run's seed decides the random numbers.
-        tokens: the largest number of tokens that the model adds to a prompt.
-        temperature: the divisor of the logits before a token is drawn; 0 always takes the most
-        probable token.
-        best: True uses the weights of the best round, False the final ones.
-        client: the client whose own model writes (`client_model`); None uses the shared model. A
-        client and `best=True` cannot be combined.
+        tokens: the largest number of tokens that are added to a prompt.
+        temperature: the divisor of the logits before a token is drawn; 0 takes the most probable
+        token.
+        best: True uses the weights of the best round, False the final ones. A client needs False.
+        client: the client whose own model writes (`client_model`); None uses the shared model.
         Raise `RefusedError` if the data are not text, the vocabulary cannot encode a prompt, or the
         model is missing.
         """
@@ -252,11 +251,11 @@ class Result:
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
         """Return labels and model outputs for the central test set, or for a client's test set.
 
-        client: None uses the shared model and the central test set. A number uses the client's own
-        model and test set.
+        client: None uses the shared model and the central test set, a number the client's own model
+        and test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        model of the run's last evaluation or, if the last round has no checkpoint, the final
-        version.
+        final model in the form that the run scores. Without a checkpoint of the last round, it uses
+        the final version itself.
         Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
         checkpoint is missing. With client=None, also raise it if clients have personal parameters.
         """

@@ -103,9 +103,9 @@ class SteppedRun:
     """A run in its own folder that advances round by round, as far as the caller requests.
 
     config: the run's configuration, as `configure_run` returns it.
-    log: the file that gets the printed output and the error.
-    start_events: function that starts the run and returns its events. Its arguments are the run,
-    the run's folder and a checkpoint's address ("" for none).
+    log: the file for the printed output and the error.
+    start_events: function that starts the run and returns its events. It gets the run, the run's
+    folder and a checkpoint's address ("" for none).
     allow: packages besides raysim that the configuration may name.
     accepts_changes: True if an unfinished run may continue with other settings.
     Raise `RunFailedError` if the run cannot be built or started.

@@ -28,10 +28,10 @@ class RuntimeOptions(RayOptions):
     name: "inprocess" runs one worker in this process. "local" runs workers with Ray on this
     machine, and "cluster" on a Ray cluster.
     threads: the number of CPU threads of each worker.
-    lanes: the number of clients that a worker trains at the same time. None chooses the number that
-    was fastest in our measurements.
+    lanes: the number of clients that a worker trains at the same time. None chooses by our
+    measurements of speed.
     graph: True records each training step once and replays the recording, False does not. None
-    chooses what was fastest in our measurements.
+    chooses by our measurements of speed.
     precision: the format of matrix products in training: "float32", "tf32" (on a GPU) or
     "bfloat16". Parameters are always float32.
     """
@@ -75,8 +75,7 @@ class ExecutionOptions:
 
     out: the run's folder; None makes a dated folder in the folder runs.
     resume: "latest", or a checkpoint's folder or URL; None starts a new run.
-    device: the device of each worker: "auto", "cpu", "cuda", a numbered GPU such as "cuda:1", or
-    "mps".
+    device: the device of each worker: "auto", "cpu", "cuda", a GPU such as "cuda:1", or "mps".
     profile: True measures how the wall time is spent.
     thresholds: values of the main metric. For each value, `rounds_to` in the summary has the first
     round that reaches it.
@@ -97,12 +96,12 @@ class Experiment:
     """All objects of a run, after their checks and before the run writes any file.
 
     config: the configuration, as the run's folder stores it.
-    spec: the final settings, after the changes that methods made.
+    spec: the settings after the changes that methods made.
     warnings: texts that are printed before the run starts.
     observers: the observers that the configuration names.
     changes: a sentence for each setting that methods changed.
     round_warnings: functions by which methods check each finished round.
-    network: the models of the server, and the clients of each model.
+    network: the server's models, and the clients of each model.
     late_planning: why aggregations are planned one at a time, or "".
     url: the URL to which the run's folder is sent, or "".
     """

@@ -51,8 +51,8 @@ class VirtualClock:
 
         If the client drops out or the message expires, an error arrives in place of the reply.
         number: the number of earlier messages to the client.
-        is_training: True if the client trains; its reply then has arrays of the same size as the
-        message. Otherwise the client processes no samples, and its reply has no arrays.
+        is_training: True if the client trains and replies with arrays of the message's size.
+        Otherwise it processes no samples and replies without arrays.
         array_bytes: the size of the message's arrays.
         ttl: the virtual seconds after which the message expires.
         """

@@ -42,11 +42,11 @@ class MessageRecord:
     type: Flower's message type, such as "train" or "evaluate".
     group: the ServerApp's group id, such as the number of a round.
     dispatched: the virtual time of sending, in seconds.
-    arrived: the virtual time at which the reply or error arrives, in seconds, even if the ServerApp
-    does not wait so long (timeout).
+    arrived: the virtual time at which the reply or error arrives, also if this is after the
+    timeout.
     fate: "answered", "lost" or "failed". A message is lost if the client drops out, the message
-    expires, or the reply comes after the timeout. A message fails if the ClientApp raises an error
-    or returns no valid reply.
+    expires, or the reply comes after the timeout. It fails if the ClientApp raises an error or
+    returns no valid reply.
     error: why the message was lost or failed, or "".
     numbers: the metrics of the reply, by name.
     """
@@ -104,10 +104,9 @@ class VirtualGrid(SimpleGrid):
 
     The fleet decides when replies arrive. A call that waits for replies advances the clock.
     `timeout`, and the `ttl` of a message, are virtual seconds.
-    replies: the run's file of replies. A continued run takes its earlier replies from this file;
-    new replies are added. None uses no file.
-    on_message: function that gets a `MessageRecord` of each message that is answered, lost or
-    failed.
+    replies: the run's file of replies, to which new replies are added. A continued run takes its
+    earlier replies from it. None uses no file.
+    on_message: function that gets a `MessageRecord` of each answered, lost or failed message.
     fatal_error: the error after which the run cannot continue; None if there is none.
     """
 
@@ -284,9 +283,9 @@ class VirtualGrid(SimpleGrid):
 
         Flower's older `Server` sends a round's messages from several threads, all at one virtual
         time. Call this function after the threads have ended.
-        Return {node id: (time, client)} for the clients that got messages. `time` is the virtual
-        time of the client's last reply, in seconds; `client` is the client's number.
-        Raise ReplayError if a resumed run does not repeat the stored run's messages. Raise
+        Return {node id: (time, client)} for the clients that got messages: the virtual time of the
+        last reply, in seconds, and the client's number.
+        Raise ReplayError if a resumed run does not repeat the stored run's messages, and
         WorkerDiedError if several workers died at the same message.
         """
         with self._lock:

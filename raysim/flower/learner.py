@@ -5,8 +5,8 @@ Source: Flower (Beutel et al., arXiv:2007.14390), version 1.42.
 Choices
 - raysim aggregates the updates. A project's ServerApp provides only the initial parameters and the
   config of its first message for training. `raysim flower run` runs the whole ServerApp.
-- The app loads its own data. `data` and `partition` decide only the numbers of clients and samples,
-  from which virtual time and weights follow.
+- The app loads its own data. The numbers of clients and samples come from `data` and `partition`;
+  virtual time and weights follow from these numbers.
 - The state in an app's Context is the client's state.
 """
 
@@ -41,9 +41,9 @@ class FlowerLearner(Learner):
     the project's pyproject.toml.
     folder: the project's folder; None is the current folder.
     run_config: values that replace values of the same name in the project's run config.
-    train_config: values that are added to the config of each training message, or replace values of
-    the same name. This config comes from the ServerApp's first training message.
-    evaluate_config: the values in the config of each message for evaluation.
+    train_config: values for the config of each training message. They are added to the config of
+    the ServerApp's first training message, and replace values of the same name.
+    evaluate_config: the config of each message for evaluation.
     parameters: "module:function" that returns the initial parameters. "" gets them from the
     project's ServerApp or, without a ServerApp, from `get_parameters` of client 0.
 

@@ -57,7 +57,7 @@ class AppRun:
     folder: the project's folder.
     run_config: Flower's run config, which the app reads from its context.
     seed: the seed of `random`, NumPy and torch in the app, and of the fleet.
-    samples: the number of samples that a training message takes on the virtual clock.
+    samples: the samples that a training message takes on the virtual clock.
     runtime: where the workers run, and their resources.
     device: the device of each worker, such as "cpu".
     out: the run's folder; None stores nothing.
@@ -116,10 +116,10 @@ class AppResult:
     """The result of a run of a Flower app.
 
     messages: a row for each message that was answered, lost or failed.
-    rounds: a row for each group of messages of one type that were sent at the same virtual time,
-    with the weighted means of the numbers in the replies.
-    summary: results of the run, by name. "train." and "evaluate." precede the names of the last
-    round's scores, "server." the names of the ServerApp's scores.
+    rounds: a row for all messages of one type and one virtual time of sending, with weighted means
+    of the numbers in the replies.
+    summary: results by name. The last round's scores start with "train." or "evaluate.", the
+    ServerApp's scores with "server.".
     out: the run's folder; None if nothing is stored.
     """
 

@@ -58,8 +58,8 @@ def start_simulation(
     1.9.
     clients_ids: must be None.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
-    server: None makes a server from `strategy` and `client_manager`. With a server of your own,
-    these two arguments have no effect.
+    server: None makes a server from `strategy` and `client_manager`. If a server is given,
+    `strategy` and `client_manager` have no effect.
     config: the number of rounds, and the virtual seconds that a round waits for replies. None runs
     one round without such a limit.
     strategy: None is Flower's FedAvg.
@@ -67,7 +67,7 @@ def start_simulation(
     ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: have no effect.
 
     seed: the seed of `random`, NumPy, torch and the fleet.
-    samples: the number of samples that a training message takes on the virtual clock.
+    samples: the samples that a training message takes on the virtual clock.
     fleet: None is `Ideal()`.
     runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
     workers: None starts as many as fit.

@@ -1,6 +1,4 @@
-"""Local training by the `Trainer` of Hugging Face's transformers.
-
-The run's model need not be a model of transformers.
+"""Local training by the `Trainer` of Hugging Face's transformers, for any torch model.
 
 Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020).
 
@@ -10,7 +8,6 @@ Choices
 - The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job.
 - Biases, layers of the type LayerNorm, and layers with a name such as "norm" have no weight decay.
   Most BatchNorm and GroupNorm layers have it.
-- The Trainer writes no files and reports nowhere.
 """
 
 from __future__ import annotations

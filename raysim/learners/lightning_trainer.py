@@ -5,12 +5,11 @@ To train your own module, derive a class from `LightningTrainer` and override it
 Source: Falcon et al., "PyTorch Lightning" (2019).
 
 Choices
-- The default module has the run's loss and the optimizer that `local.optimizer` names. Of the
-  optimizer's settings, only `local.lr`, `local.weight_decay` and, for SGD, `local.momentum` are
-  used.
+- The default module has the run's loss and `local.optimizer`, with only the settings `local.lr`,
+  `local.weight_decay` and, for SGD, `local.momentum`.
 - The length of training and the clipping of gradients come from `local.*`. `options` sets or
   overrides any argument of `lightning.Trainer`.
-- The Trainer writes no files, shows nothing and uses one device.
+- The Trainer uses one device.
 """
 
 from __future__ import annotations

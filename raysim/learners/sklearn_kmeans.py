@@ -2,16 +2,16 @@
 
 A client trains scikit-learn's `MiniBatchKMeans` from the received centers. The server weights each
 center by the client's number of samples in the cluster.
-With `epochs=0`, a client sends the means of its samples in each received cluster. A round is then
-one step of Lloyd's algorithm on all samples of the round's clients, if weighting=samples.
+With `epochs=0`, a client sends the means of its samples in each received cluster. With
+weighting=samples, a round is then one step of Lloyd's algorithm on all samples of its clients.
 
 Source: Sculley, "Web-scale k-means clustering" (WWW 2010), and Lloyd, "Least squares quantization
 in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
 - If a method changes the weight of an update, the counts of its client change by the same factor.
-- A batch has `local.batch` samples, but at least as many samples as there are clusters. A client
-  with fewer samples than clusters makes one step of Lloyd's algorithm.
+- A batch has at least as many samples as there are clusters. A client with fewer samples makes one
+  step of Lloyd's algorithm.
 - The initial centers are drawn from a normal distribution.
 """
 

@@ -8,14 +8,14 @@ Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011)
 Choices
 - A job calls `partial_fit` with all samples once for each epoch (`local.epochs`), or once with
   `local.steps`. The estimator's learning-rate schedule starts again in each job.
-- `local.lr`, `local.batch` and the optimizer are not used.
 - An estimator without `partial_fit` is trained by one call of `fit`. If its class has the argument
   `warm_start` (LogisticRegression), `fit` starts from the received coefficients, and
   `options.max_iter` is the length of training. Otherwise (Ridge, LinearSVC) the server averages
   independent models.
-- The data may have more than two classes, and a client only two of them. `fit` then trains the
-  difference between the two rows of `coef_`; the mean of these two rows does not change.
-- `fit` cannot train on a single class. A client with one class returns the received coefficients.
+- If a client has only two of more than two classes, `fit` trains the difference between their rows
+  of `coef_`. The mean of the two rows does not change. A client with one class returns the received
+  coefficients.
+- `local.lr`, `local.batch` and the optimizer are not used.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Gradient boosting over clients: each client adds trees, the server joins all trees.
 
-A client continues boosting the received ensemble and returns only its new trees. The server appends
-all new trees, and multiplies their leaves by the weight of the client's update. So a round adds the
-weighted mean of the predictions of all clients' new trees.
+A client continues boosting the received ensemble and returns only its new trees. The server
+multiplies the leaves of these trees by the weight of the client's update, and appends them to the
+ensemble.
 
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016).
 
 Departures from the examples of Flower and NVFlare ("bagging")
-- A client's weight is its share of the samples by default. Flower appends the trees unchanged,
-  which adds the sum of the predictions. NVFlare divides the learning rate by the number of clients.
+- A client's weight is its share of the samples by default. Flower appends the trees unchanged.
+  NVFlare divides the learning rate by the number of clients.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.
 - The initial prediction is `base_score`: 0.5, unless `options` sets it. An estimate would differ
   from client to client.
-- XGBoost runs with one thread and a seed for each job, so that a run is bit-identical.
+- XGBoost runs with one thread, so that a run is bit-identical.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ The method is meant for `schedule=immediate` and tens to hundreds of clients. Se
 aggregation make one step together.
 
 Departures from the paper
-- The mean is over A, not over all clients.
 - The paper's server waits for an update of every client before its first step, as initialise=true
-  does.
+  does. Without it, A grows with the first updates.
 - BatchNorm's statistics become the mean over the arriving updates; without a step, they do not
   change.
 - A job may have several local steps; the paper makes one.

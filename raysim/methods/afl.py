@@ -13,7 +13,6 @@ samples:
 Departures from the paper
 - N counts only the clients with training samples; at most 100,000 are supported.
 - F_i is the task loss alone, in eval mode and without augmentation.
-- BatchNorm's statistics are averaged with the weights of the updates.
 - If lambda_i = 0 for all participants, the run's weights replace lambda_i in the mean.
 """
 

@@ -2,8 +2,8 @@
 
 Source: Wang et al., "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached
 Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client i (0 at first), and h
-the mean of h_i over all clients. The buffer has K updates Delta_i. x is the model, eta the server's
-learning rate:
+the mean of h_i over all clients (average="all"). The buffer has K updates Delta_i. x is the model,
+eta the server's learning rate:
 
     v = h + sum_i (Delta_i - h_i) / K
     x <- x + eta v
@@ -12,9 +12,6 @@ learning rate:
 Departures from the paper
 - If a client has two updates in a buffer, v uses its old h_i for both updates. The later update
   becomes h_i.
-- average="seen" takes the mean h only over clients that have sent an update. The first steps are
-  then not as short as with the paper's mean.
-- Updates have no staleness weights.
 - BatchNorm's statistics become the mean over the updates in the buffer.
 - The paper's MF-CA2FL, which saves memory, is not implemented.
 """

@@ -10,8 +10,8 @@ discriminator, CE the cross-entropy, and lam a setting:
 
 Departures from the paper
 - With r = `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if k mod (1 +
-  r) < r. With r = 1, the classifier trains in half of the steps, as in FedBR's code.
-- mode="grl" is the paper's form: one step with a gradient-reversal layer trains both networks.
+  r) < r. r = 1 trains it in half of the steps, as FedBR's code does.
+- The paper trains both networks in one step, with a gradient-reversal layer (mode="grl").
 - There is no gradient penalty, as in FedBR's code.
 """
 

@@ -28,7 +28,7 @@ The two epsilons
 - The noise comes from the run's seed. The method measures the cost of privacy, but protects nobody.
 
 Departures from the papers
-- The default of s is that of the paper, but at least z. With noise 0 no epsilon is reported.
+- s is m / 20 by default, as in the paper, but at least z. With noise 0 no epsilon is reported.
 - All clients have the same weight. A failed client adds 0 to both sums; the divisor is still m.
 """
 

@@ -10,8 +10,8 @@ model:
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
 Departures from the paper
-- The default rule "scale" is that of the released code, "cap" that of the paper. With "cap" and eta
-  = 1e-3, only a staleness above 1000 lowers the rate.
+- "scale" (the default) is the rule of the released code, "cap" the rule of the paper. With "cap"
+  and eta = 1e-3, only a staleness above 1000 lowers the rate.
 - bias_correction=True is the released code's rule: step n divides m by 1 - beta1^n and w by 1 -
   beta2^n. All other defaults are those of this code.
 

@@ -16,7 +16,7 @@ have a standard deviation below 0.1. Each later job makes one pass.
 
 Departures from the paper
 - A layer is a module with parameters that travel. With p = 1 only the head is mixed.
-- W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
+- W is learnt in eval mode and without augmentation. Each job draws the samples again.
 - The loss of a pass is that of its last batch. The first learning makes 11 to 100 passes; virtual
   time counts 100.
 - Clients are scored with theta for the current x. Clients without W are scored with x.

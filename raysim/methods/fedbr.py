@@ -15,8 +15,8 @@ cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
 With pseudo="mixture", samples of the batch enter the mean, and their labels enter the target.
 
 Departures from the paper
-- Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau
-  (temperature_mode="divide"). With this form, the published ablation with tau2 = 0 is impossible.
+- Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) divide by tau
+  (temperature_mode="divide"), but the published ablation has tau2 = 0.
 - Row j is compared with row j, as in the released code. Eq. (2) has an expectation over all rows.
 - With pseudo="mixture", z_g is computed in each step, because the pseudo-data change in each step.
   The released code computes z_g only in a job's first step, as global_features="round" does.

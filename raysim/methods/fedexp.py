@@ -15,7 +15,6 @@ Departures from the paper or its code
 - The weights p_i are those of the run. In the paper, all clients have the same weight.
 - Only trainable parameters count. The evaluated model has the buffers of the newest model.
 - eta_t is computed before other methods, such as InCo, change the mean update.
-- The released code's variant with server momentum is left out.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ class c. With m_c = tau n_c^(-1/4),
     loss = mean_b -log( exp(z_y - m_y) / sum_c exp(z_c - m_c) )        over the classes with n_c > 0
 
 Departures from the paper
-- The sum includes the true class, as in public re-implementations. In the paper it does not
-  (denominator="others"), and the loss has no lower bound.
+- The sum includes the true class, as in public re-implementations. The paper's sum does not
+  (denominator="others"), so the paper's loss has no lower bound.
 - With count_floor=0, a client with only one class has loss 0 and no gradient. `fedlc.one_class` in
   the history is the share of such clients.
 - Outputs that the method vhl adds have margin 0.

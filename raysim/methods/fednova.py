@@ -2,7 +2,7 @@
 
 Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization" (NeurIPS 2020). D_i is the update of client i after tau_i local steps, and p_i its
-normalised weight. a_i is the number of plain steps that have the same effect:
+normalised weight. a_i is the number of plain steps that have the same effect as these tau_i steps:
 
     x <- x + (sum_j p_j a_j) sum_i p_i D_i / a_i
 
@@ -13,9 +13,8 @@ normalised weight. a_i is the number of plain steps that have the same effect:
 Departures from the paper
 - Momentum, Nesterov's momentum and a proximal term can be combined: a_i is computed by tau_i steps
   with a constant gradient of 1.
-- If layers are trained with different numbers of steps, tau_i is the largest.
+- If layers are trained with different numbers of steps, tau_i is the largest of these numbers.
 - Weight decay, clipping and local.keep_optimizer do not change a_i.
-- Buffers are averaged as in FedAvg.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Departures from the paper
 - F includes the loss terms of other methods. Weight decay, momentum and corrections of the gradient
   are applied at theta.
 - Stages with another loss use the gradient at theta.
-- Only the first forward pass updates BatchNorm's running statistics.
+- Only the forward pass at theta updates BatchNorm's running statistics.
 - Clients are weighted by samples. The models of several rounds are not averaged (SWA).
 """
 

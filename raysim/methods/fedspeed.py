@@ -18,7 +18,7 @@ Departures from the paper
 - Stages with another loss use g_1 in place of g.
 - Methods that keep the trained model (pfedavg, moon) must precede fedspeed in the list of methods.
   Otherwise they keep the uploaded model.
-- Buffers have no correction. Only the first forward pass updates BatchNorm's running statistics.
+- Buffers have no correction. Only the pass for g_1 updates BatchNorm's running statistics.
 """
 
 from __future__ import annotations

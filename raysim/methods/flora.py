@@ -8,11 +8,10 @@ clients take part; client i has the weight p_i:
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
 Departures from the paper
-- In the traffic, a job sends its client's factors. From version 1 on, it also receives one stack A,
-  B. W0 is never counted, not even for a client that missed rounds.
-- The counted size of a stack is an estimate. It assumes that an aggregation has the largest
-  possible number of updates, and that each update has the mean rank of all clients. The stack of a
-  layer counts at most as many floats as W0 has.
+- The traffic of a job is the factors that its client sends and, from version 1 on, one received
+  stack A, B. It leaves out W0, also for a client that missed rounds.
+- The counted size of a stack assumes the largest possible number of updates and the mean rank of
+  all clients. A layer's stack counts at most as many floats as W0 has.
 - The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.

@@ -31,7 +31,6 @@ Departures from the paper
   300; with a smaller T, use ramp_rounds=300.
 - The norm of generated features has no limit. The run warns if it is above 10 times the norm of
   real features. A smaller lambda_G or learning rate of the generator helps.
-- BatchNorm layers are found by type, so also in the shortcuts of a ResNet.
 - The learning rates of generator and RTNet are multiples of local.lr. All other settings of their
   optimizers are those of the classifier's optimizer.
 """
