@@ -531,6 +531,8 @@ UNSAFE = (
 IN_MEMORY = {
     "conformance/methods.py": {"pickle.dumps"},
     "conformance/compressors.py": {"pickle.dumps", "pickle.loads"},
+    "experiment/config_files.py": {"pickle.dumps", "pickle.loads"},
+    "experiment/hydra_composition.py": {"pickle.dumps", "pickle.loads"},
     "experiment/objects.py": {"pickle.dumps"},
 }
 ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads nothing
