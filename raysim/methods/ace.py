@@ -6,8 +6,8 @@ and tau_i the base version of u_i. At version t, client j returns Delta, trained
 
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
 
-A has all clients with an update (ACE), or only those with t - tau_i <= max_staleness (ACED). If A
-is empty, x does not change.
+A is the set of all clients with an update (ACE), or with an update for which t - tau_i <=
+max_staleness (ACED). If A is empty, x does not change.
 
 The method is meant for `schedule=immediate` and tens to hundreds of clients. Several updates in one
 aggregation make one step together.

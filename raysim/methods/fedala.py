@@ -2,14 +2,14 @@
 
 Source: Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning" (AAAI
 2023), Algorithm 1. x is the received model, y' the model that the client trained last, and L the
-client's loss. W has a weight for each parameter of the model's last p layers, at first 1; eta is
-the learning rate of W:
+client's loss. W has a weight for each parameter of the model's last p layers (the setting
+`layers`), at first 1; eta is the learning rate of W:
 
     theta = y' + (x - y') W
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
-A client's first job trains x. A later job first learns W on a share of the client's samples. It
-then trains from theta in the last p layers and from x elsewhere.
+A client's first job trains from x. Each later job first learns W on a share of the client's
+samples, and then trains from theta in the last p layers and from x elsewhere.
 
 When a client learns W for the first time, it makes passes until the losses of the last ten passes
 have a standard deviation below 0.1. Each later job makes one pass.

@@ -16,8 +16,9 @@ With pseudo="mixture", samples of the batch enter the mean, and their labels ent
 
 Departures from the paper
 - Similarities are multiplied by tau, as in the released code. Eqs. (5) and (6) divide by tau
-  (temperature_mode="divide"), but the published ablation has tau2 = 0.
-- Row j is compared with row j, as in the released code. Eq. (2) has an expectation over all rows.
+  (temperature_mode="divide"), which the published ablation with tau2 = 0 rules out.
+- Each pseudo-sample is compared with one sample of the batch, row by row, as in the released code.
+  Eq. (2) has an expectation over all samples.
 - With pseudo="mixture", z_g is computed in each step, because the pseudo-data change in each step.
   The released code computes z_g only in a job's first step, as global_features="round" does.
 - The received model is in eval mode; in the released code it is in train mode.

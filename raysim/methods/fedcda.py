@@ -1,10 +1,11 @@
 """FedCDA: choose one of each client's last K models; their mean is the next version.
 
 Source: Wang et al., "FedCDA: Federated Learning with Cross-rounds Divergence-aware Aggregation"
-(ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants are divided at random into groups
-(the setting `batches`). For one group after another, the server chooses a cached model w_n for each
-client n of the group. Clients that do not participate keep their last w_n. F_n is the loss of w_n,
-and L the setting `smoothness`. The choice of a group minimises
+(ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. K is the setting `memory`. The participants are
+divided at random into groups (the setting `batches`). For one group after another, the server
+chooses a cached model w_n for each client n of the group. Clients that do not participate keep
+their last w_n. F_n is the loss of w_n, and L the setting `smoothness`. The choice of a group
+minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 

@@ -8,8 +8,8 @@ K_i steps; y_i is its trained model and p_i its normalised weight. A local step 
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation
 
 Choices, and departures from the paper
-- Delta starts at 0, as in the paper. The steps of the first round are so alpha times as long as
-  those of SGD. With warm_start=True, as in FedBR's code, they are steps of SGD.
+- Delta starts at 0, as in the paper. So the first round's steps are alpha times as long as those of
+  SGD. With warm_start=True, as in FedBR's code, they are as long as those of SGD.
 - v contains alpha times the weight decay.
 - Local momentum is a sum of earlier v. In FedBR's code it is not.
 - If stages train separate networks, each network has its own K_i.

@@ -14,7 +14,7 @@ Choices, and departures from the paper or its code
 - If the run sets weights, the mean over P is weighted, and the sum over P is |P| times the weighted
   mean.
 - The authors' code multiplies alpha by a factor that depends on the client's share of the data.
-- Weight decay and momentum act on the corrected gradient; g_k contains neither of these two.
+- Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - alpha = 0 is FedAvg. A small alpha is not close to FedAvg, because h / alpha does not depend on
   alpha.
 - g_k and h cover all shared trainable parameters, including networks of other methods.

@@ -198,9 +198,9 @@ def _harmonize_in_tree(
 ) -> np.ndarray:
     """Add up m updates in pairs, then the sums in pairs, until one sum is left.
 
-    Conflicts within a pair are first removed, as "fedgh_hierarchical" in the module's docstring.
+    First remove the conflict within each pair ("fedgh_hierarchical" in the module's docstring).
     Return the coefficient of each update in the last sum, float64 [m].
-    products: [m + 1, m + 1], the inner products of the m updates and of r, the running mean of past
+    products: [m + 1, m + 1], the inner products of the m updates and the running mean r of past
     aggregates.
     factors: [m], the factor by which each update is multiplied at first.
     eps: added to squared norms, so that no division is by 0.

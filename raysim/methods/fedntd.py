@@ -1,9 +1,9 @@
 """FedNTD: distil the received model's outputs for the classes other than the true one.
 
 Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated
-Learning" (NeurIPS 2022). For the C - 1 classes other than the true one, p is the softmax of the
-received model's outputs divided by tau. q is the softmax of the local model's outputs divided by
-tau:
+Learning" (NeurIPS 2022). beta and tau are settings. For the C - 1 classes other than the true one,
+p is the softmax of the received model's outputs divided by tau. q is the softmax of the local
+model's outputs divided by tau:
 
     loss = cross-entropy + beta L_NTD        L_NTD = tau^2 KL(p || q)
 

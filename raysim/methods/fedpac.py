@@ -272,9 +272,8 @@ def _local_work(local: Local) -> tuple[str, int]:
 class FedPAC(Method):
     """A method with a shared extractor and, for each client, a mixture of participants' heads.
 
-    A client's mixture has the heads of the last aggregation in which the client took part. The
-    server keeps a head for each client that took part. For 10 classes and 512 features, 100,000
-    heads take 2 GB of memory.
+    A client gets a mixture of the heads of the last aggregation in which the client took part. The
+    server stores this head; for 10 classes and 512 features, 100,000 heads take 2 GB.
 
     lam: the weight of the loss that aligns features with prototypes.
     head_epochs: the number of a job's first epochs, which train the head.

@@ -15,7 +15,8 @@ Departures from the paper
 - With predict=prototype, a client predicts the class of the nearest C_j among its own classes, as
   in the authors' code. It uses the C_j that it received for its last job. Without any, it uses its
   head.
-- All clients have the same layers, unlike in the paper. Missing classes also travel, as zeros.
+- All clients have the same layers, unlike in the paper. A client also uploads zeros for the classes
+  that it lacks.
 """
 
 from __future__ import annotations

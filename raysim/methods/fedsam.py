@@ -17,7 +17,7 @@ Departures from the paper
   are applied at theta.
 - Stages with another loss use the gradient at theta.
 - Only the forward pass at theta updates BatchNorm's running statistics.
-- Clients are weighted by samples. The models of several rounds are not averaged (SWA).
+- Clients are weighted by samples. SWA, the mean of the models of several rounds, is left out.
 """
 
 from __future__ import annotations

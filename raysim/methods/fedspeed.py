@@ -1,9 +1,9 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
 Source: Sun et al., "FedSpeed: Larger Local Interval, Less Communication Round, and Higher
-Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and has theta_K after K
-local steps. F is the loss, lr the learning rate, and c_k the client's correction, at first 0.
-alpha, rho and lam are settings:
+Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t, trains the parameters
+theta, and has theta_K after K local steps. F is the loss, lr the learning rate, and c_k the
+client's correction, at first 0. alpha, rho and lam are settings:
 
     g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
     theta <- theta - lr (g - c_k + (theta - x^t) / lam)
