@@ -73,10 +73,10 @@ def compose(
     """Return one resolved configuration; its `choices` give the option of every group.
 
     overrides: texts "key=value".
-    folders: the user's own folders of options, laid out like `conf`.
-    stored: the configuration file of an earlier run or sweep, which gives the values of keys
-    without an override. None uses the file of the run that the key `resume` names, but no file if
-    an override chooses a preset (`experiment`).
+    folders: the user's folders of options, laid out like `conf`.
+    stored: the configuration file of an earlier run or sweep, for the values of keys without an
+    override. None uses the file of the run that the key `resume` names, unless an override chooses
+    a preset.
     settings: more overrides, as {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
     Raise `RefusedError` for keys, options and files that do not exist.
     """

@@ -101,12 +101,12 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries: objects by group or by "method.NAME", and values by group. A value is
-    an option's name or a dictionary of settings; for "method", it is a list of names.
-    parts: the arguments by group, each of which may be None. A dictionary counts as an object for
-    "data" and, if it has lists of rows, for "partition".
+    Return the objects by group or by "method.NAME", and the values by group. A value is an option's
+    name, a dictionary of settings or, for "method", a list of names.
+    parts: the arguments by group; each may be None. A dictionary is a value, but an object for
+    "data" and, with lists of rows, for "partition".
     methods: a list of method objects and names, or None.
-    Raise `RefusedError` if `methods` is not such a list, or has two objects of the same name.
+    Raise `RefusedError` if `methods` is no such list, or has two objects of the same name.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -176,8 +176,8 @@ def describe_objects(
 
     Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Overrides can
     change only the settings of these wrappers.
-    objects: the user's objects, by group or by "method.NAME".
-    settings: the overrides of the wrappers' settings, by the keys of `objects`.
+    objects: the objects by group or by "method.NAME".
+    settings: the overrides of the wrappers, by the keys of `objects`.
     config: the configuration; for a resumed run, with the stored settings of the wrappers.
     Raise `RefusedError` for an object of a wrong type, and for an override without effect.
     """

@@ -155,9 +155,8 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its `state_dict` has the keys of the user's model.
-        best: True loads the weights of the round with the best validation score or, without
-        validation samples, with the lowest training loss. The number of this round is
-        `summary["best_model"]["round"]`.
+        best: True loads the round with the best validation score or, without validation samples,
+        the lowest training loss. `summary["best_model"]["round"]` is its number.
         Raise `RefusedError` if the run has not finished, if clients have personal parameters, or if
         a learner's parameters are bytes. With `best`, also raise it if no round has a finite score.
         """
@@ -180,10 +179,10 @@ class Result:
         """Return each prompt, followed by the text that the language model writes after it.
 
         Without prompts, the model writes one document. The run's seed decides the random numbers.
-        tokens: the largest number of tokens that are added to a prompt.
-        temperature: the divisor of the logits before a token is drawn; 0 takes the most probable
-        token.
-        best: True uses the weights of the best round, False the final ones. A client needs False.
+        tokens: the largest number of tokens to add to a prompt.
+        temperature: the divisor of the logits; 0 always takes the most probable token.
+        best: True uses the weights of the best round, and needs client=None. False uses the final
+        ones.
         client: the client whose own model writes (`client_model`); None uses the shared model.
         Raise `RefusedError` if the data are not text, the vocabulary cannot encode a prompt, or the
         model is missing.
@@ -254,10 +253,10 @@ class Result:
         client: None uses the shared model and the central test set, a number the client's own model
         and test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
-        final model in the form that the run scores. Without a checkpoint of the last round, it uses
-        the final version itself.
-        Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
-        checkpoint is missing. With client=None, also raise it if clients have personal parameters.
+        final model as the run scores it or, without a checkpoint of the last round, the final
+        version.
+        Raise `RefusedError` if the client, its test samples, the model or the checkpoint does not
+        exist. With client=None, also raise it if clients have personal parameters.
         """
         if client is None:
             self._refuse_personal()

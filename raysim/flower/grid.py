@@ -283,9 +283,9 @@ class VirtualGrid(SimpleGrid):
 
         Flower's older `Server` sends a round's messages from several threads, all at one virtual
         time. Call this function after the threads have ended.
-        Return {node id: (time, client)} for the clients that got messages: the virtual time of the
-        last reply, in seconds, and the client's number.
-        Raise ReplayError if a resumed run does not repeat the stored run's messages, and
+        Return {node id: (time, client)} for the clients that got messages; `time` is the virtual
+        time of the last reply, in seconds.
+        Raise ReplayError if a resumed run does not repeat the stored run's messages. Raise
         WorkerDiedError if several workers died at the same message.
         """
         with self._lock:

@@ -5,8 +5,8 @@ Source: Flower (Beutel et al., arXiv:2007.14390), version 1.42.
 Choices
 - raysim aggregates the updates. A project's ServerApp provides only the initial parameters and the
   config of its first message for training. `raysim flower run` runs the whole ServerApp.
-- The app loads its own data. The numbers of clients and samples come from `data` and `partition`;
-  virtual time and weights follow from these numbers.
+- The app loads its own data. `data` and `partition` give the numbers of clients and samples, for
+  virtual time and weights.
 - The state in an app's Context is the client's state.
 """
 

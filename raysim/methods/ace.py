@@ -14,9 +14,7 @@ aggregation make one step together.
 
 Departures from the paper
 - The paper's server waits for an update of every client before its first step, as initialise=true
-  does. Without it, A grows with the first updates.
-- BatchNorm's statistics become the mean over the arriving updates; without a step, they do not
-  change.
+  does.
 - A job may have several local steps; the paper makes one.
 """
 

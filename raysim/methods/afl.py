@@ -11,7 +11,7 @@ samples:
     lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
 
 Departures from the paper
-- N counts only the clients with training samples; at most 100,000 are supported.
+- N counts only the clients with training samples.
 - F_i is the task loss alone, in eval mode and without augmentation.
 - If lambda_i = 0 for all participants, the run's weights replace lambda_i in the mean.
 """

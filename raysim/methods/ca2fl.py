@@ -12,7 +12,6 @@ eta the server's learning rate:
 Departures from the paper
 - If a client has two updates in a buffer, v uses its old h_i for both updates. The later update
   becomes h_i.
-- BatchNorm's statistics become the mean over the updates in the buffer.
 - The paper's MF-CA2FL, which saves memory, is not implemented.
 """
 

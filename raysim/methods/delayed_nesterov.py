@@ -48,15 +48,15 @@ def delayed_nesterov_step(
     every: int,
     activation: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Return "params", "momentum_buffer" and "sum_of_updates" after one step.
+    """Return "params", "momentum_buffer" and "sum_of_updates" after one step; all are [d].
 
-    The module's docstring has the formulas. All vectors have the shape [d].
+    The module's docstring has the formulas.
     params: the parameters x of the current version.
     delta: the update D_t, which points towards improvement.
     momentum_buffer: the momentum m.
     sum_of_updates: the sum b of the updates since m last changed.
     step: the number t of the update, from 1.
-    server_lr: the server's learning rate eta.
+    server_lr: the learning rate eta.
     momentum: the factor beta of the old momentum.
     every: the number N.
     activation: the number c.

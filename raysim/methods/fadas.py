@@ -76,7 +76,7 @@ def amsgrad_step(
     first_moment, second_moment: the running means of the update and of its square.
     max_second_moment: the largest second moment so far, for each entry.
     beta1, beta2: the factors of the old first and second moment.
-    eps: the constant that is added to the root in the divisor.
+    eps: added to the root in the divisor.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]

@@ -22,10 +22,10 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    kernel: "gaussian" or "moments". "gaussian" sums Gaussian kernels exp(-|a - b|^2 / w) of
-    different widths w. The middle width is the mean squared distance over all pairs of rows of x
-    and y together; no gradient flows through it. "moments" adds two mean squared differences: of
-    the mean rows, and of the (unbiased) covariance matrices.
+    kernel: "gaussian" sums kernels exp(-|a - b|^2 / w) of different widths w. The middle width is
+    the mean squared distance over all pairs of rows of x and y together, without a gradient.
+    "moments" adds two mean squared differences: of the mean rows, and of the (unbiased) covariance
+    matrices.
     kernel_mul: the ratio of the widths of two successive Gaussian kernels.
     kernel_num: the number of Gaussian kernels.
     """

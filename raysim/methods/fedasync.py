@@ -17,7 +17,7 @@ Departures from the paper or public code
 - easyFL's code has the hinge 1 / (a (s - b)).
 - With weighting=samples, a_t is multiplied by the client's number of samples, divided by the mean
   number over clients. The product is limited to 1.
-- The paper draws the staleness at random. Here it follows from the schedule.
+- The paper draws the staleness at random.
 """
 
 from __future__ import annotations

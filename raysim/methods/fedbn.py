@@ -8,7 +8,6 @@ Departures from the paper's released code
 - Normalisation layers are found by the type of the module. The released code takes all tensors
   whose name contains "bn", as name_rule="bn" does, and so misses the ``downsample.1`` of a ResNet.
 - The released code weights all clients equally, as weighting=uniform does.
-- BatchNorm's counters of batches stay on the client if its running statistics do.
 - A client that never trained has the initial statistics, as in the released code. With
   ``reestimate``, they are computed from the client's samples.
 """

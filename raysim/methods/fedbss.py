@@ -1,8 +1,8 @@
 """FedBSS: in each job, train on samples with a low loss first, then also on the other samples.
 
-Xu et al., "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The received
-model gives sample i, with label y_i, the class probabilities p_ic. A job has the epochs e = 1, ...,
-E:
+Xu et al., "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). A job has the
+epochs e = 1, ..., E. The received model gives sample i, with label y_i, the probability p_ic of
+each class c:
 
     S_i = -log p_{i, y_i}                                 (3)   loss; samples are sorted by it
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty

@@ -100,8 +100,8 @@ def select_models(
     choices, the lexicographically first one is returned.
 
     candidates: [B, K, D], up to K cached models of each client, newest first.
-    candidate_losses: [B, K], the losses of these models.
-    num_candidates: int64 [B], how many models each client has in the cache.
+    candidate_losses: [B, K], their losses.
+    num_candidates: int64 [B], the number of cached models of each client.
     fixed_models: [F, D], the models of other clients; F may be 0.
     fixed_losses: [F], the losses of the fixed models.
     smoothness: the weight L of the divergence.

@@ -13,7 +13,7 @@ Departures from the paper or its code
 - In round t with M participants, the released code has M epsilon 0.998^(2t) in place of epsilon.
   For this, set epsilon_scale="count" and epsilon_decay=0.996004.
 - The weights p_i are those of the run. In the paper, all clients have the same weight.
-- Only trainable parameters count. The evaluated model has the buffers of the newest model.
+- The evaluated model has the buffers of the newest model.
 - eta_t is computed before other methods, such as InCo, change the mean update.
 """
 

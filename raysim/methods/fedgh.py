@@ -82,8 +82,8 @@ def _harmonize(
 
     c is float64 [m, m]: the changed update i is the sum over j of c_ij times the original update j.
     products: the Gram matrix [m, m] of the original updates.
-    pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
-    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
+    pairs: the pairs (i, j) to test for conflicts, in order; None takes all pairs.
+    conflict_test: "original" tests the original updates, "current" the changed ones.
     counts: counters to which the conflicts and projections are added.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -200,8 +200,7 @@ def _harmonize_in_tree(
 
     First remove the conflict within each pair ("fedgh_hierarchical" in the module's docstring).
     Return the coefficient of each update in the last sum, float64 [m].
-    products: [m + 1, m + 1], the inner products of the m updates and the running mean r of past
-    aggregates.
+    products: [m + 1, m + 1], the inner products of the m updates and the running mean r.
     factors: [m], the factor by which each update is multiplied at first.
     eps: added to squared norms, so that no division is by 0.
     counts: counters to which the conflicts and projections are added.

@@ -21,8 +21,6 @@ Choices where the paper and the public implementations differ
   pairs="one" that of the FedMix paper.
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
   The paper averages all samples of a client.
-- fresh=True is for reproducing the numbers of FedBR's code.
-- The reported task loss is l1 + l2 + l3, or the loss of NaiveMix.
 """
 
 from __future__ import annotations
@@ -98,10 +96,10 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
-    `label_terms` describes l1 and l2. l3 is lam times the batch's mean of <d l1 / d x, xbar>, where
-    x is a sample's input and xbar its mean input.
+    `label_terms` describes l1 and l2. l3 is lam times the batch's mean of <d l1 / d x, xbar>, with
+    a sample's input x and mean input xbar.
     logits: [B, C], the outputs of the model for `inputs`.
-    inputs: [B, ...], the batch's inputs, already multiplied by 1 - lam, with `requires_grad`.
+    inputs: [B, ...], already multiplied by 1 - lam, with `requires_grad`.
     labels: int64 [B].
     mean_inputs, mean_targets: [B or 1, ...] and [B or 1, C].
     taylor_scale: "public" divides l3 by the batch size B, "paper" does not.

@@ -13,7 +13,6 @@ Departures from the paper
 - With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
   product; client i received the factors B_i^0 and A_i^0.
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
-- The head is trained and averaged, too.
 - If P has a rank k below r, rows k + 1 to r of A do not change. Columns k + 1 to r of B become 0.
 """
 
@@ -54,7 +53,7 @@ def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, T
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
     Each row of A has the norm 1 and belongs to a singular value, in descending order. If left @
-    right has a rank k below r, the last r - k columns of B are 0. The last r - k rows of A are then
+    right has a rank k below r, the last r - k columns of B are 0, and the last r - k rows of A are
     those of `old_a`.
 
     left: [m, R], with R >= r.
