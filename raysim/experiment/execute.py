@@ -115,8 +115,8 @@ def run(
     continue or repeat the run, pass all other objects again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
-    observers: your own objects, which are called at the events of a run, after the configuration's
-    observers and those that write the run's files.
+    observers: your own objects, which are called at the events of a run. The configuration's
+    observers, and the observers that write the run's files, are called first.
     quiet: True prints only warnings, to standard error. A `console` that you pass still gets the
     plan of the run, the warnings and the last lines, unless the console itself is quiet.
     allow: packages besides raysim whose classes and options the configuration may use.

@@ -255,8 +255,8 @@ class Result:
         best: True uses the shared model of the best round, and needs client=None. False uses the
         final model as the run scores it or, without a checkpoint of the last round, the final
         version.
-        Raise `RefusedError` if the client, its test samples, the model or the checkpoint does not
-        exist. With client=None, also raise it if clients have personal parameters.
+        Raise `RefusedError` if the client does not exist, the test set is empty, or the model or
+        checkpoint is missing. With client=None, also raise it if clients have personal parameters.
         """
         if client is None:
             self._refuse_personal()
