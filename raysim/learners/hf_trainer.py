@@ -8,6 +8,7 @@ Choices
 - The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job.
 - Biases, layers of the type LayerNorm, and layers with a name such as "norm" have no weight decay.
   Most BatchNorm and GroupNorm layers have it.
+- By default, the Trainer writes no files and reports nowhere.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Choices
   `local.weight_decay` and, for SGD, `local.momentum`.
 - The length of training and the clipping of gradients come from `local.*`. `options` sets or
   overrides any argument of `lightning.Trainer`.
-- The Trainer uses one device.
+- By default, the Trainer writes no files, shows nothing and uses one device.
 """
 
 from __future__ import annotations

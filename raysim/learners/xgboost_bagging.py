@@ -7,14 +7,15 @@ ensemble.
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016).
 
 Departures from the examples of Flower and NVFlare ("bagging")
-- A client's weight is its share of the samples by default. Flower appends the trees unchanged.
+- A client's weight is its share of the samples by default. So a round adds the mean of the clients'
+  predictions. Flower appends the trees unchanged, which adds the sum of the clients' predictions.
   NVFlare divides the learning rate by the number of clients.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.
 - The initial prediction is `base_score`: 0.5, unless `options` sets it. An estimate would differ
   from client to client.
-- XGBoost runs with one thread, so that a run is bit-identical.
+- XGBoost runs with one thread and a seed for each job, so that a run is bit-identical.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ aggregation make one step together.
 
 Departures from the paper
 - The paper's server waits for an update of every client before its first step, as initialise=true
-  does.
+  does. By default, raysim does not wait, so the first means are over fewer clients.
+- BatchNorm's statistics become the mean over the arriving updates, if x changes.
 - A job may have several local steps; the paper makes one.
 """
 

@@ -11,9 +11,10 @@ samples:
     lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
 
 Departures from the paper
-- N counts only the clients with training samples.
+- N counts only the clients with training samples, and is at most 100,000.
 - F_i is the task loss alone, in eval mode and without augmentation.
 - If lambda_i = 0 for all participants, the run's weights replace lambda_i in the mean.
+- BatchNorm's statistics are averaged with the same weights as the updates.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ If `adaptive` is set, alpha_i changes once in a job, on the first batch before t
 Departures from the paper
 - v_i starts as the initial model. m has the BatchNorm statistics of v_i.
 - f(m) is the task loss without terms of other methods.
+- The optimizer of v_i has the run's settings. This optimizer starts again in each job, unless
+  local.keep_optimizer=true.
 - The gradient for alpha_i is computed in train mode and without augmentation. It costs no virtual
   time.
 """

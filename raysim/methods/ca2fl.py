@@ -10,6 +10,10 @@ eta the server's learning rate:
     h_i <- Delta_i                         for the clients in the buffer
 
 Departures from the paper
+- With average="seen", h is the mean over the clients that have sent an update before. With the
+  paper's mean over all clients, the first steps are short.
+- Updates have no staleness weights.
+- BatchNorm's statistics become the mean over the updates in the buffer.
 - If a client has two updates in a buffer, v uses its old h_i for both updates. The later update
   becomes h_i.
 - The paper's MF-CA2FL, which saves memory, is not implemented.

@@ -13,6 +13,8 @@ How the run works
 Departures from FRAug's released code
 - The last model is scored. FRAug's code scores the best checkpoint of each domain, by validation
   accuracy.
+- The option `balanced` of FRAug's code (batches with equal shares of all clients) is not
+  implemented.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ Departures from the paper
 - With r = `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if k mod (1 +
   r) < r. r = 1 trains it in half of the steps, as FedBR's code does.
 - The paper trains both networks in one step, with a gradient-reversal layer (mode="grl").
+- There is no gradient penalty, as in FedBR's code.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ Departures from the paper
   and eta = 1e-3, only a staleness above 1000 lowers the rate.
 - bias_correction=True is the released code's rule: step n divides m by 1 - beta1^n and w by 1 -
   beta2^n. All other defaults are those of this code.
+- An update is the trained model minus the received model, as in the paper. The released code
+  subtracts a model that the client did not receive.
 
 FADAS does not remove the bias towards fast clients. With the method CA2FL, CA2FL's step replaces
 Delta; this combination is not published.

@@ -15,6 +15,8 @@ Departures from the paper or public code
   rounds the last model then counts most.
 - A model that is left out because of max_staleness still increases t.
 - easyFL's code has the hinge 1 / (a (s - b)).
+- y includes BatchNorm's statistics.
+- To add y minus the received model in place of mixing, use FedBuff with a buffer of one update.
 - With weighting=samples, a_t is multiplied by the client's number of samples, divided by the mean
   number over clients. The product is limited to 1.
 - The paper draws the staleness at random.

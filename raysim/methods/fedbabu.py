@@ -9,6 +9,7 @@ Departures from the paper
 - With finetune="head", the body is in eval mode during fine-tuning.
 - The shared model is scored, too. Columns that end in `_finetuned` have the scores of the clients'
   fine-tuned models.
+- The body is trained with the run's optimizer. In jobs, weight decay does not change the head.
 """
 
 from __future__ import annotations

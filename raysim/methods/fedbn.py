@@ -8,8 +8,9 @@ Departures from the paper's released code
 - Normalisation layers are found by the type of the module. The released code takes all tensors
   whose name contains "bn", as name_rule="bn" does, and so misses the ``downsample.1`` of a ResNet.
 - The released code weights all clients equally, as weighting=uniform does.
-- A client that never trained has the initial statistics, as in the released code. With
-  ``reestimate``, they are computed from the client's samples.
+- BatchNorm's counters of batches stay on the client if the running statistics stay there.
+- If a client never trained, the tensors that it keeps have the initial values, as in the released
+  code. With ``reestimate``, the client's running statistics are computed from the client's samples.
 """
 
 from __future__ import annotations

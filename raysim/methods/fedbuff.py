@@ -12,6 +12,7 @@ Departures from the paper or FLSim's code
   divisor (normalization="none").
 - FLSim divides all weights by the weight of staleness 1; raysim does not.
 - BatchNorm's statistics become the weighted mean, without the server's learning rate.
+- Updates that are in the buffer when the run ends are not used.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ Departures from the paper
   last tenth of the steps.
 - BatchNorm's statistics are averaged with their model, but are not part of the norm.
 - The model of a stale client is its base version plus its update.
+- Weights of other methods have no effect.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ Departures from the paper or its code
 - In round t with M participants, the released code has M epsilon 0.998^(2t) in place of epsilon.
   For this, set epsilon_scale="count" and epsilon_decay=0.996004.
 - The weights p_i are those of the run. In the paper, all clients have the same weight.
+- All norms are over the trainable parameters alone.
 - The evaluated model has the buffers of the newest model.
 - eta_t is computed before other methods, such as InCo, change the mean update.
+- The released code's variant with server momentum is left out.
 """
 
 from __future__ import annotations

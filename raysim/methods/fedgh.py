@@ -20,6 +20,7 @@ Choices, and departures from the paper
   client number.
 - conflict_test="current" tests changed updates, as in PCGrad: the first formula applies if <g_i,
   G_j> is negative, the second if <g_j, G_i> is negative.
+- A changed update is not scaled back to its original length.
 - "fedgh_hierarchical" multiplies each update by its weight, divided by the mean weight, before the
   first sorting.
 - "fedgh_hierarchical" treats the last pair (a, b) as FedLD's code does. With s the original <a, b>,

@@ -12,6 +12,8 @@ Departures from the paper
 - With count_floor=0, a client with only one class has loss 0 and no gradient. `fedlc.one_class` in
   the history is the share of such clients.
 - Outputs that the method vhl adds have margin 0.
+- With Mixup, the loss is the cross-entropy with the mixed labels. With denominator="others", the
+  loss is the weighted mean of the losses for both labels.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ Choices where the paper and the public implementations differ
   pairs="one" that of the FedMix paper.
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in FedBR's code.
   The paper averages all samples of a client.
+- fresh=True is for reproducing the numbers of FedBR's code.
+- The reported task loss is l1 + l2 + l3 or, with naive=True, the loss of NaiveMix.
 """
 
 from __future__ import annotations

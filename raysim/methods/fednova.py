@@ -15,6 +15,7 @@ Departures from the paper
   with a constant gradient of 1.
 - If layers are trained with different numbers of steps, tau_i is the largest of these numbers.
 - Weight decay, clipping and local.keep_optimizer do not change a_i.
+- Buffers are averaged as in FedAvg.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ Departures from the paper
   beta1^t). This is the rule of TensorFlow's Adam, not of PyTorch's.
 - v starts at tau^2, which the paper allows. In the authors' code it starts at 0, and beta2 is
   0.999.
+- Buffers are averaged as in FedAvg.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ Departures from the paper
   local.steps, the head trains for the steps of head_epochs passes over the samples, but at most
   head_epochs / (head_epochs + 1) of all steps. The authors train the head for one epoch and then
   the extractor for E epochs.
+- The two phases have separate optimizers.
 - h and V are measured with the received extractor, as in the authors' code. Measurements use all
   samples of a client, in eval mode and without augmentation.
 - The authors' code trains the extractor in eval mode.

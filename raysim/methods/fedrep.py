@@ -15,6 +15,7 @@ Departures from the paper
   is divided in the ratio head_epochs : body_epochs. Head and extractor have separate optimizers.
 - While the head is trained, the extractor is in train mode, as in the authors' code. BatchNorm's
   running statistics then change.
+- A client that never trained has the initial head.
 """
 
 from __future__ import annotations

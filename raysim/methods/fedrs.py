@@ -9,7 +9,8 @@ cross-entropy of the scaled logits
 Departures from the paper
 - With kind="relative", s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
   number of the client's samples of class c.
-- The head has no bias, as in the released code. With alpha = 0, a missing class has the logit 0.
+- The head has no bias, as in the released code.
+- With alpha = 0, a missing class has the logit 0 and stays in the softmax.
 - Outputs that the method vhl adds are not scaled.
 """
 

@@ -13,6 +13,7 @@ Departures from the paper
 - With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
   product; client i received the factors B_i^0 and A_i^0.
 - The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
+- A separate head of the model is trained and averaged, too.
 - If P has a rank k below r, rows k + 1 to r of A do not change. Columns k + 1 to r of B become 0.
 """
 

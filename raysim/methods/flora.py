@@ -13,6 +13,7 @@ Departures from the paper
 - The counted size of a stack assumes the largest possible number of updates and the mean rank of
   all clients. A layer's stack counts at most as many floats as W0 has.
 - The scale s, model.lora.alpha / model.lora.rank, is the same for all ranks.
+- A separate head of the model is trained and averaged, too.
 - Stale updates are added without a correction.
 """
 

@@ -31,6 +31,7 @@ Departures from the paper
   300; with a smaller T, use ramp_rounds=300.
 - The norm of generated features has no limit. The run warns if it is above 10 times the norm of
   real features. A smaller lambda_G or learning rate of the generator helps.
+- BatchNorm layers are found by their type, so also in the shortcuts of a ResNet.
 - The learning rates of generator and RTNet are multiples of local.lr. All other settings of their
   optimizers are those of the classifier's optimizer.
 """
@@ -191,8 +192,9 @@ class FRAug(Method):
     rho times RTNet's output. The anchor is a real feature or a class prototype. The module's
     docstring has the formulas.
 
-    rounds: T, the round from which rho and beta stay constant. None is an error if ramp="exp",
-    ramp="laine_aila", prototype_ramp=True or ramp_rounds is set.
+    rounds: T, the round from which rho and beta stay constant. The configuration sets it to the
+    run's number of rounds. None is an error if ramp="exp", ramp="laine_aila", prototype_ramp=True
+    or ramp_rounds is set.
     noise_dim: the length of a noise vector; in the paper half the number of features.
     noise: "normal", or "uniform" on [0, 1).
     generator_lam: the weight of the distance between generated and real features. The generator

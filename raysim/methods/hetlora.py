@@ -91,9 +91,11 @@ class HetLoRA(Method):
     a rank for each kind of device, such as {phone_low: 2, tablet: 8}. None gives all clients
     model.lora.rank.
     sparsity: True multiplies a client's weight by the norm of its products B A.
-    lam: the weight of a penalty on the columns of B and rows of A that may be pruned. 0 means no
-    penalty and no pruning.
-    gamma: the fraction of a client's rank, rounded down, that penalty and pruning spare.
+    lam: the weight of a penalty on the columns of B and rows of A that may be pruned. If training
+    lowers the penalty, the client removes these columns and rows. 0 means no penalty and no
+    pruning.
+    gamma: the fraction of a client's rank, rounded down, that penalty and pruning spare. At least
+    one column and one row are never removed.
     """
 
     name = "hetlora"

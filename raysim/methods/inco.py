@@ -22,6 +22,7 @@ Departures from the paper
 - A tensor without a source of its shape is not changed; the authors' code fails.
 - A tensor with 1x1 kernels is mixed as one vector.
 - Updates of transformers are not divided by the number of local epochs.
+- Buffers are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def cross_layer_gradient(
     The two updates are CPU tensors of the same shape. Tensors with slices [o, i] of one entry, such
     as 1x1 kernels, are always mixed as one vector.
 
-    granularity, align, clamp_max, value_clip: the settings of `InCo`.
+    granularity, align, clamp_max, value_clip, eps: the settings of `InCo`.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)

@@ -8,7 +8,9 @@ Appendix A) uses it. Each local batch draws a permutation pi and one weight lam:
 
 Inputs are mixed after augmentation and normalisation. The model is trained only on mixed batches.
 
-DomainBed's Mixup differs: it mixes batches of different domains.
+Choices
+- lam is not replaced by max(lam, 1 - lam).
+- DomainBed's Mixup differs: it mixes batches of different domains.
 """
 
 from __future__ import annotations

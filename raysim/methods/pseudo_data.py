@@ -52,6 +52,7 @@ class PseudoData:
 
     kind: "rsm" makes means of clients' samples, "mixture" makes means of a public set's samples.
     rows: the number of means that a client receives.
+    samples_per_mean: the number of samples in each mean.
     means_per_client: for "rsm", the number of means that each client sends before round 0.
     refresh: "round" draws new means in every round, as in the paper. "once" draws means only at the
     start, as in the released code.

@@ -105,6 +105,9 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
     """Compute a run of asynchronous DiLoCo, whose server makes delayed Nesterov steps.
 
+    Each aggregation makes a step with the mean update divided by `every`, and with a part of the
+    momentum.
+
     lr: the server's learning rate.
     momentum: the decay factor of the momentum.
     every: the momentum changes only in every `every`-th aggregation. Then the mean of the last

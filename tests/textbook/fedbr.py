@@ -191,7 +191,8 @@ def fedbr(
 
     The max step changes the projector to increase the loss of `contrast`. The min step changes
     extractor and classifier to decrease all losses. Without a projector, or with max_step=False,
-    there is only the min step. All other arguments are settings of raysim's class `FedBR`.
+    there is only the min step. The server averages all modules. All other arguments are settings of
+    raysim's class `FedBR`.
     lam, mu: the weights of the pseudo-data's cross-entropy and of `contrast`.
     pseudo: how pseudo-data are made: `drawn` ("rsm"), `fresh` ("fresh") or `proxies` ("mixture").
     mixup: True first mixes the rows of each batch in pairs.

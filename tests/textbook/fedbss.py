@@ -3,8 +3,9 @@
 The uncertainty alpha_i of a sample is 1 minus the range of its class probabilities. A sample is
 unbiased if its loss S_i is at most that of the most uncertain sample.
 
-If the number of steps is fixed, a job has `phases` parts in place of epochs. With BatchNorm, a last
-batch of one sample is left out, unless it is the only batch.
+The textbook draws its own batches. If the number of steps is fixed, a job has `phases` parts in
+place of epochs. With BatchNorm, a last batch of one sample is left out, unless it is the only
+batch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """Compute a run of FedCM, whose client steps mix the gradient with the server's direction.
 
     The direction is the weighted mean of the last round's client gradients, which the server
-    computes from the updates.
+    computes from the updates. After K steps, a client's gradient is (x - y) / (eta K), where x is
+    the received model.
     alpha: the weight of the gradient, which includes weight decay. The weight of the direction is
     1 - alpha.
     warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.

@@ -83,7 +83,11 @@ def fedmix(
     """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
     A pair is the mean input and the mean label of some samples of one client. The loss approximates
-    the loss of Mixup, which mixes each row of a batch with a pair (Proposition 1).
+    the loss of Mixup, which mixes each row of a batch with a pair (Proposition 1):
+
+        loss = mean of l1 + l2 + l3        u = (1 - lam) x
+        l1 = (1 - lam) CE(u, y)    l2 = lam CE(u, y_bar)    l3 = lam <grad_u l1, x_bar>
+
     lam: the weight of the pair.
     count: the number of pairs that each client sends.
     samples: the number of samples in a pair.
