@@ -10,6 +10,7 @@ k is scored:
 
 The paper does not name its mode. Therefore, name the mode when you report a result.
 
+Choices that the paper leaves open
 - The accuracy of v_k is in the column `accuracy` with mode=after_local, otherwise in
   `accuracy_finetuned`.
 - With mode=after_local, a client that never trained is scored with w.
