@@ -85,7 +85,7 @@ def test_ui_finds_the_same_mlflow_database_for_a_run_and_its_parent_folders(runs
 def test_ui_refuses_an_empty_folder_or_a_used_port_or_an_unreachable_server(
     runs: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RefusedError, match=f"^{tmp_path} "):
+    with pytest.raises(RefusedError, match=f"^{tmp_path}: this folder contains no runs"):
         ui.show_charts(str(tmp_path), 5000, False)
     with socket.socket() as listener:
         listener.bind((ui.HOST, 0))
