@@ -52,6 +52,9 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment of this process and of all processes that it starts."""
     os.environ.update(RAY_TIMEOUTS)
+    # As raysim sets it, but before a test module imports Ray: otherwise each worker that Ray starts
+    # under `uv run` builds the environment again.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # Without stored byte code each process compiles torch and Ray again, which takes half of the
     # time of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
