@@ -183,7 +183,8 @@ def measure_memory() -> None:
             print(
                 f"frozen weights stored as {base}, workers: {workers}, clients: {clients}: "
                 f"peak memory {used / 2**20:.0f} MiB, increase over 1 worker and 4 clients "
-                f"{more / 2**20:+.0f} MiB ({more / FROZEN_BYTES:+.2f} x {size_mib:.0f} MiB)",
+                f"{more / 2**20:+.0f} MiB ({more / FROZEN_BYTES:+.2f} times the "
+                f"{size_mib:.0f} MiB of the large frozen layers in float32)",
                 flush=True,
             )
 

@@ -2,7 +2,8 @@
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
-`jobs.benchmarks.planner` runs first. `--blocks` is the number of measured aggregations of a case.
+The command begins with the measurements of `jobs.benchmarks.planner`. `--blocks` is the number of
+measured aggregations of a case.
 If the aggregations of a case have only one update, 100 times as many are measured.
 `jobs/README.md` derives the limits of a large cluster from the results.
 """

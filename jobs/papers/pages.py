@@ -155,7 +155,7 @@ def _results(
 ) -> Iterator[str]:
     """Yield Markdown: our results at one setting next to the numbers of a paper's table.
 
-    table_name: the name without that of the paper, such as "table1".
+    table_name: such as "table1"; the paper is not named.
     setting: how our runs differ from the paper's; "" if there is no difference.
     causes: maps "table1/ROW LABEL", or "table1", to the reason why our numbers differ.
     """

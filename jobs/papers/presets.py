@@ -74,8 +74,8 @@ class PaperRuns:
 
     own_method: the paper's method, such as "fedld". Names of its partial variants begin with it.
     command, score: functions that return our run's command and score for a cell.
-    row_prefixes: the prefixes of configuration keys whose values differ between the rows of a
-    table.
+    row_prefixes: rows of a table differ in the values of keys with these prefixes, such as
+    "method.".
     score_explanation: which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
     gain_score_name: completes the sentence "Gains in points of ...", such as "the mean of the five

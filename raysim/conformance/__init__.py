@@ -34,8 +34,8 @@ __all__ = ["Check", "Study", "checks"]
 class Check:
     """A check of one object of a run, such as a method or a partition.
 
-    Call the object without arguments to make the check. If the tested object fails, the call raises
-    AssertionError or the error that stopped a run.
+    Call the check without arguments. It may execute short runs. If the tested object is wrong, it
+    raises AssertionError, or the error that ended such a run.
     name: the tested object and the tested property.
     """
 

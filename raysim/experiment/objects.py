@@ -373,9 +373,10 @@ def has_objects(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
-    """Raise `RefusedError` if a run's configuration describes an object that no file can store.
+    """Raise `RefusedError` if a stored run needs a Python object that its config.yaml cannot store.
 
-    node: an entry of the configuration.
+    The user has to give this object again.
+    node: an entry of the stored configuration.
     place: the key of this entry, such as "model" or "method.fedprox", for the error.
     """
     if OBJECT in node:

@@ -277,9 +277,9 @@ class FedBR(Method):
         job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the samples of the batch that are averaged with each pseudo-sample.
+        """Draw for each step which samples of its batch are averaged with each pseudo-sample.
 
-        Return for each step int64 [pseudo_batch, mix_samples], positions in the step's batch.
+        Return a tensor for each step: int64 [pseudo_batch, mix_samples], positions in the batch.
         generator: the random generator of the job.
         """
         shape = (self.pseudo_batch, self.mix_samples)

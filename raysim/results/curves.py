@@ -330,7 +330,7 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw the curves several times: once against rounds, and once against each other quantity.
+    """Draw the curves against rounds, and again against each quantity such as time or traffic.
 
     Return for each plot the label of the horizontal axis, the plot as SVG, and True if the HTML
     page shows the plot at once. The page first hides the plot against wall time, and plots that

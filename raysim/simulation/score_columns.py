@@ -81,7 +81,7 @@ class ScoreColumns:
 
         parts: the metric's value of each sample, in four arrays: test samples of clients, test
         samples of unseen clients, the central test set, validation samples of clients.
-        scoring: gets the clients' scores.
+        scoring: the clients' scores are added to its `client_scores`.
         """
         tested, unseen, central, validated = parts
         suffix, name = "_shared" if self.personal else "", self.metric.name
@@ -178,7 +178,7 @@ class ScoreColumns:
 
         Return {} if no unseen client is scored.
         values: the metric's value for each test sample, one client after another.
-        scoring: gets the score of each unseen client (`client_scores`).
+        scoring: the score of each unseen client is added to its `client_scores`.
         """
         if not len(scoring.unseen):
             return {}

@@ -33,7 +33,8 @@ class ScoredSets(Protocol):
     """The clients whose models an evaluation scores, and their scores.
 
     clients, unseen: the scored clients that take part in the training, and those that never do.
-    client_scores: for each column, pairs of client numbers and scores. `SetScores` appends pairs.
+    client_scores: for each score column of the history, pairs (client numbers, scores), two arrays
+    of equal length. `SetScores` appends pairs.
     """
 
     clients: np.ndarray

@@ -233,8 +233,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
         """Compute a training step of a lane; return its task loss and the tensors that hooks set.
 
-        The loss is None if no stage has the task loss. A tensor's key is ("state" or "kept",
-        "method.name"), for the client state or `LocalJob.scratch`.
+        The loss is None if no stage has the task loss. A tensor of the client state has the key
+        ("state", "method.name"), one of `LocalJob.scratch` has ("kept", "method.name").
 
         tables: the values that the step may read, as `tables_of` returns them.
         rate: the learning rate, a scalar tensor.

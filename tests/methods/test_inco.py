@@ -60,7 +60,7 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 
 
 def test_inco_mixes_1x1_kernels_of_a_tensor_together_even_if_granularity_is_kernel() -> None:
-    """The same holds for matrices and vectors, which have no kernels."""
+    """InCo also mixes matrices and vectors as a whole, because they have no kernels."""
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))

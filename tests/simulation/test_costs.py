@@ -88,7 +88,7 @@ def test_fleet_without_costs_has_no_cost_columns() -> None:
     assert all(job.energy_wh == job.money == job.co2_g == 0 for job in result.jobs)
 
 
-def test_run_has_the_same_bits_with_and_without_cost_figures() -> None:
+def test_run_has_the_same_bits_whether_or_not_its_costs_are_recorded() -> None:
     with_costs, without = (run(run_spec(), Buffered(4, 2), fleet) for fleet in (FLEET, Lognormal()))
     assert with_costs.bits == without.bits
 

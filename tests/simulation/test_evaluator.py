@@ -62,7 +62,7 @@ def data_with_tests(clients: int = 4) -> FederatedData:
 class Zeroed(Method):
     """A method that scores each client with a model whose shared parameters are all 0.
 
-    The score of the shared model is unchanged.
+    The shared model itself is scored with its own parameters.
     """
 
     name = "zeroed"

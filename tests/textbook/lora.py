@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2022) on the network of `textbook.plain`, and rules for the factors.
+"""LoRA (Hu et al. 2022) on the network of `textbook.plain`, and how servers average its factors.
 
 W0, b: the hidden layer's frozen weight and bias. A [r, inputs], B [outputs, r]: the factors of rank
 r. s: the scaling of B A. P: the product B A at the server. p_i: a client's normalised weight.

@@ -340,7 +340,7 @@ def test_learners_with_an_evaluate_function_have_domain_scores(tmp_path: Path) -
         assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
 
 
-def test_evaluate_function_scores_domains_called_like_other_sets(tmp_path: Path) -> None:
+def test_evaluate_function_scores_domains_that_have_the_names_of_other_sets(tmp_path: Path) -> None:
     class ScoredMeans(Scored):
         name = Means.name  # the initial parameters depend on the name
 

@@ -277,8 +277,8 @@ def _check_out(command: JobCommand) -> None:
     subject = f"out={out} is" if out else "without out=DIR the results are"
     raise RefusedError(
         f"{subject} in the job's own folder, which the cluster deletes. Choose a permanent "
-        "folder, such as out=/shared/runs/first or out=s3://bucket/first. Or set tracking.uri to "
-        "the address of an MLflow server."
+        "folder, such as out=/shared/runs/first or out=s3://bucket/first. Or store the results on "
+        "an MLflow server: set tracking.uri to its address."
     )
 
 
