@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 NoiseKind: TypeAlias = Literal["normal", "uniform"]
 GeneratorNorm: TypeAlias = Literal["shared", "local"]
+Weight: TypeAlias = float | Tensor  # in recorded steps, a scalar tensor
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 # The ratio of the norms of generated and real features at which a run warns; it is far above the
@@ -79,7 +80,7 @@ def classification_loss(
     domain_logits: Tensor,
     proto_logits: Tensor,
     proto_labels: Tensor,
-    weight: float | Tensor,
+    weight: Weight,
 ) -> Tensor:
     """Return the classifier's loss: (1 - weight) * real + weight / 2 * (domain + proto).
 
@@ -157,7 +158,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 # --- prototypes and labels ----------------------------------------------------------------------
 def class_prototype_ema(
-    prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float | Tensor
+    prototypes: Tensor, features: Tensor, labels: Tensor, momentum: Weight
 ) -> Tensor:
     """Return prototypes [C, D] moved towards the mean features of their class in a batch.
 
@@ -262,15 +263,13 @@ class FRAug(Method):
         self.noise_dim = int(at_least(f"{key}.noise_dim", noise_dim, 1))
         self.noise = one_of(f"{key}.noise", noise, get_args(NoiseKind))
         self.generator_lam = at_least(f"{key}.generator_lam", generator_lam, 0.0)
-        self.generator_metric = one_of(
-            f"{key}.generator_metric", generator_metric, get_args(Metric)
-        )
+        metrics = get_args(Metric)
+        self.generator_metric = one_of(f"{key}.generator_metric", generator_metric, metrics)
         self.generator_lr_factor = above(f"{key}.generator_lr_factor", generator_lr_factor, 0.0)
-        self.generator_norm = one_of(
-            f"{key}.generator_norm", generator_norm, get_args(GeneratorNorm)
-        )
+        norms = get_args(GeneratorNorm)
+        self.generator_norm = one_of(f"{key}.generator_norm", generator_norm, norms)
         self.rtnet_lam = at_least(f"{key}.rtnet_lam", rtnet_lam, 0.0)
-        self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, get_args(Metric))
+        self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, metrics)
         self.rtnet_lr_factor = above(f"{key}.rtnet_lr_factor", rtnet_lr_factor, 0.0)
         self.rtnet_norm = rtnet_norm
         self.ramp = one_of(f"{key}.ramp", ramp, get_args(RampForm))
@@ -538,9 +537,8 @@ class FRAug(Method):
         return rampup_coefficient(step, self.rounds or 1, gamma, form)
 
     def _momentum(self, job: LocalJob) -> float:
-        if not self.prototype_ramp:
-            return self.prototype_weight
-        return self.prototype_weight * self._ramp(job, "laine_aila", 5.0)
+        ramp = self._ramp(job, "laine_aila", 5.0) if self.prototype_ramp else 1.0
+        return self.prototype_weight * ramp
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
         """Return RTNet's input, 2B rows: features that the generator makes from noise.
@@ -555,12 +553,7 @@ class FRAug(Method):
         return cast(Tensor, job.network("generator")(rows, labels))
 
     def _synthetic(
-        self,
-        job: LocalJob,
-        anchors: Tensor,
-        source: Tensor,
-        labels: Tensor,
-        strength: float | Tensor,
+        self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: Weight
     ) -> Tensor:
         """Return synthetic features [2B, D]: anchors + strength * RTNet(source, labels).
 
