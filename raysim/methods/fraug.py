@@ -258,15 +258,13 @@ class FRAug(Method):
         use_rtnet: bool = True,
         keep_optimizer: bool = True,
     ):
-        key = "method.fraug"
+        key, metrics, norms = "method.fraug", get_args(Metric), get_args(GeneratorNorm)
         self.rounds = _optional_count(f"{key}.rounds", rounds)
         self.noise_dim = int(at_least(f"{key}.noise_dim", noise_dim, 1))
         self.noise = one_of(f"{key}.noise", noise, get_args(NoiseKind))
         self.generator_lam = at_least(f"{key}.generator_lam", generator_lam, 0.0)
-        metrics = get_args(Metric)
         self.generator_metric = one_of(f"{key}.generator_metric", generator_metric, metrics)
         self.generator_lr_factor = above(f"{key}.generator_lr_factor", generator_lr_factor, 0.0)
-        norms = get_args(GeneratorNorm)
         self.generator_norm = one_of(f"{key}.generator_norm", generator_norm, norms)
         self.rtnet_lam = at_least(f"{key}.rtnet_lam", rtnet_lam, 0.0)
         self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, metrics)
@@ -278,10 +276,8 @@ class FRAug(Method):
         self.weight = between(f"{key}.weight", weight, 0.0, 1.0)
         self.residual = None if residual is None else at_least(f"{key}.residual", residual, 0.0)
         self.prototype_weight = between(f"{key}.prototype_weight", prototype_weight, 0.0, 1.0)
-        self.prototype_ramp = prototype_ramp
-        self.use_generator = use_generator
-        self.use_rtnet = use_rtnet
-        self.keep_optimizer = keep_optimizer
+        self.prototype_ramp, self.keep_optimizer = prototype_ramp, keep_optimizer
+        self.use_generator, self.use_rtnet = use_generator, use_rtnet
         if not (use_generator or use_rtnet):
             raise ValueError(
                 f"{key}.use_generator=false and {key}.use_rtnet=false leave no network that "
@@ -325,26 +321,22 @@ class FRAug(Method):
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
             self.rounds is not None or not (has_end or self.ramp_rounds),
-            "method.fraug.rounds=null: the settings method.fraug.ramp=exp, "
-            "method.fraug.ramp=laine_aila, method.fraug.prototype_ramp=true and "
-            "method.fraug.ramp_rounds need the number of rounds. Set method.fraug.rounds.",
+            "method.fraug.rounds=null: ramp=exp, ramp=laine_aila, prototype_ramp=true and "
+            "ramp_rounds need the number of rounds. Set method.fraug.rounds.",
         )
         run.require(
             run.local.batch > 1,
-            "local.batch=1: method 'fraug' does not train on batches of one sample. Set "
-            "local.batch=2 or more.",
+            "local.batch=1: method 'fraug' needs 2 samples in a batch. Set local.batch=2 or more.",
         )
         head = run.model.head
         run.require(
             isinstance(head, nn.Linear),
-            f"model: method 'fraug' needs a linear head, not {type(head).__name__}. Change the "
-            "model.",
+            f"model: method 'fraug' needs a head of class Linear, not {type(head).__name__}.",
         )
         if not batchnorm_names("model", run.model):
             run.warn(
-                "model: method 'fraug' keeps BatchNorm layers on the client, but the model has no "
-                "BatchNorm layer. So FRAug keeps no layer of the model on the client. Choose a "
-                "model with BatchNorm, such as model=small_cnn model.norm=batch."
+                "model: it has no BatchNorm layer, so method 'fraug' keeps none of its layers on "
+                "the client. Choose another model, such as model=small_cnn model.norm=batch."
             )
 
     def settings(self, local: Local) -> Mapping[str, object]:
@@ -485,10 +477,9 @@ class FRAug(Method):
         fake = job.network("generator")(_noise(job, out)[2], labels)
         is_mse = self.generator_metric == "mse"
         reference = _anchors(job) if is_mse else _real_features(job, out)
-        weight, bias = _constant_head(job)
-        lam, metric = self.generator_lam, self.generator_metric
         reference_labels = labels if is_mse else out.batch.targets
-        return generator_loss(fake, labels, reference, weight, bias, lam, metric, reference_labels)
+        head, lam, metric = _constant_head(job), self.generator_lam, self.generator_metric
+        return generator_loss(fake, labels, reference, *head, lam, metric, reference_labels)
 
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return the loss of RTNet for two batches of synthetic features.
@@ -503,9 +494,8 @@ class FRAug(Method):
         proto_source, domain_source = source.split(len(labels))
         proto = anchors + rtnet(proto_source, turn)
         domain = real + rtnet(domain_source, labels)
-        weight, bias = _constant_head(job)
-        lam, metric = self.rtnet_lam, self.rtnet_metric
-        return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric, labels, turn)
+        head, lam, metric = _constant_head(job), self.rtnet_lam, self.rtnet_metric
+        return rtnet_loss(domain, real, proto, anchors, *head, lam, metric, labels, turn)
 
     def end(self, job: LocalJob) -> None:
         """Report three means over the job's steps, which become columns of the history.

@@ -25,7 +25,7 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
-from raysim.api.declarations import Local
+from raysim.api.declarations import FORWARD, Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData
@@ -101,6 +101,20 @@ def test_fraug_networks_have_the_sizes_of_the_paper() -> None:
     noise, labels = torch.randn(65, 256), torch.arange(65)
     embeddings = generator(noise, labels)
     assert bool((embeddings >= 0).all()) and bool((rtnet(embeddings, labels) < 0).any())
+
+
+@pytest.mark.parametrize("use_rtnet", [True, False])
+def test_cost_of_fraug_has_a_forward_pass_if_a_step_needs_real_features(use_rtnet: bool) -> None:
+    """RTNet's step needs the features of real images, and a generator with "mmd" needs them, too.
+
+    With "mse", the generator is compared with class prototypes.
+    """
+    local, costs = Local(epochs=2, batch=32), []
+    for metric in ("mmd", "mse"):
+        fraug = small(generator_metric=metric, use_rtnet=use_rtnet)
+        facts = participation_facts(run_spec(fraug, local=local), 70, local.budget(70))
+        costs.append(fraug.cost(facts))
+    assert costs[0] - costs[1] == pytest.approx(0 if use_rtnet else FORWARD * 2 * 70)
 
 
 # --- FedBN ------------------------------------------------------------------------------------
