@@ -331,7 +331,8 @@ class FRAug(Method):
         head = run.model.head
         run.require(
             isinstance(head, nn.Linear),
-            f"model: method 'fraug' needs a head of class Linear, not {type(head).__name__}.",
+            f"model: method 'fraug' needs a linear head, not {type(head).__name__}. Set another "
+            "model.",
         )
         if not batchnorm_names("model", run.model):
             run.warn(

@@ -103,20 +103,6 @@ def test_fraug_networks_have_the_sizes_of_the_paper() -> None:
     assert bool((embeddings >= 0).all()) and bool((rtnet(embeddings, labels) < 0).any())
 
 
-@pytest.mark.parametrize("use_rtnet", [True, False])
-def test_cost_of_fraug_has_a_forward_pass_if_a_step_needs_real_features(use_rtnet: bool) -> None:
-    """RTNet's step needs the features of real images, and a generator with "mmd" needs them, too.
-
-    With "mse", the generator is compared with class prototypes.
-    """
-    local, costs = Local(epochs=2, batch=32), []
-    for metric in ("mmd", "mse"):
-        fraug = small(generator_metric=metric, use_rtnet=use_rtnet)
-        facts = participation_facts(run_spec(fraug, local=local), 70, local.budget(70))
-        costs.append(fraug.cost(facts))
-    assert costs[0] - costs[1] == pytest.approx(0 if use_rtnet else FORWARD * 2 * 70)
-
-
 # --- FedBN ------------------------------------------------------------------------------------
 
 
@@ -371,6 +357,20 @@ def test_cost_of_fraug_includes_a_forward_pass_and_the_training_of_small_network
     cheap = small(use_rtnet=False, generator_metric="mse", weight=0.0)
     job = participation_facts(run_spec(cheap, model=NORMED_MLP), 10, 30.0)
     assert cheap.cost(job) == pytest.approx(30 * generator / classifier)
+
+
+@pytest.mark.parametrize("use_rtnet", [True, False])
+def test_cost_of_fraug_has_a_forward_pass_if_a_step_needs_real_features(use_rtnet: bool) -> None:
+    """RTNet's step needs the features of real images, and a generator with "mmd" needs them, too.
+
+    With "mse", the generator is compared with class prototypes.
+    """
+    local, costs = Local(epochs=2, batch=32), []
+    for metric in ("mmd", "mse"):
+        fraug = small(generator_metric=metric, use_rtnet=use_rtnet)
+        facts = participation_facts(run_spec(fraug, local=local), 70, local.budget(70))
+        costs.append(fraug.cost(facts))
+    assert costs[0] - costs[1] == pytest.approx(0 if use_rtnet else FORWARD * 2 * 70)
 
 
 def test_fraug_warns_of_model_without_batchnorm() -> None:
